@@ -42,7 +42,7 @@ from accel_train.models.trial import raise_unused_parameters_advice
 from accel_train.optim.bitwise import seed_pass
 from accel_train.optim.ema import update_ema
 from accel_train.optim.micro_batch import LESS_MEMORY, memory_advice, raise_memory_advice, training_advice
-from accel_train.optim.optimizer import BIASES, clip_gradients
+from accel_train.optim.optimizer import clip_gradients
 from accel_train.ownership.claim import Claim, claim_run
 from accel_train.records.directory import remove_requeue_marker
 from accel_train.records.metrics import LOWER_IS_BETTER
@@ -151,7 +151,7 @@ def train_epoch(setup: TrainingSetup, run: Run) -> bool:
         # the window's samples may be unreadable: `samples` are those that are really in the update.
         window = plan.real_samples(state.epoch_samples)
         samples = window if sampler.unreadable is None else sampler.real_samples(state.epoch_samples)
-        lr = max(group["lr"] for group in setup.optimizer.param_groups if BIASES not in group)
+        lr = max(group["lr"] for group in setup.optimizer.param_groups)
         applied = update(setup, run, micro_batches, samples)
         action = run.end_update(applied=applied, window=window, samples=samples, lr=lr)
         if action == "rewind":

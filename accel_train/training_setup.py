@@ -43,7 +43,7 @@ from accel_train.optim.performance import (
     unwrap_optimizer,
     use_fastest_memory_format,
 )
-from accel_train.optim.schedule import LearningRate
+from accel_train.optim.schedule import LearningRate, own_factors
 
 if TYPE_CHECKING:
     from accel_train.exact_sum import ExactGradients
@@ -185,9 +185,10 @@ def create_training_setup(
     virtual_batches.set_calls(irregular=verdict.irregular, of_no_sample=verdict.of_no_sample)
     dropout = None if verdict.together else convert_dropout(model, config.seed)
     shard_batchnorm(accelerator, model)
-    own_biases = config.schedule.warmup_bias_lr is not None
-    optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2, own_biases=own_biases)
-    schedule = LearningRate(config.schedule, optimizer, updates=plan.updates, updates_per_epoch=plan.updates_per_epoch)
+    optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
+    length = {"updates": plan.updates, "updates_per_epoch": plan.updates_per_epoch}
+    factors = own_factors(config.schedule, accelerator, **length)
+    schedule = LearningRate(config.schedule, optimizer, **length, factors=factors)
     # The schedule is not prepared: it depends on the update's number, which Accelerate counts differently.
     model, optimizer = accelerator.prepare(model, optimizer)
     bare_model = unwrap_model(model)

@@ -3,7 +3,7 @@
 model.safetensors   parameters and buffers under the names of the unwrapped model
 ema.safetensors     the same of the EMA, if the run has one
 optimizer.pt        the optimizer's state by parameter name; read with weights_only, so that it cannot run code
-state.json          position and counts, seed, settings, versions, loss scaler, plateau schedule
+state.json          position and counts, seed, settings, versions, loss scaler, plateau or own schedule
 manifest.json       size and SHA-256 of the others; see directory.py
 """
 
@@ -132,6 +132,8 @@ def _check_records(state: Any) -> None:
         raise ValueError(f"configuration.data is {data!r}")
     for name in ("scaler", "schedule"):
         for key, value in (state[name] or {}).items():
+            if (name, key) == ("schedule", "factors") and isinstance(value, str):
+                continue  # a hash
             least = -LARGEST if (name, key) == ("schedule", "best") else 0.0  # a loss counts there with a minus
             if not (is_number(value, least) or (value is None and name == "schedule")):
                 raise ValueError(f"{name}.{key} is {value!r}")

@@ -22,13 +22,14 @@ from accel_train.checkpoint.weights import check_same_model
 from accel_train.config.compatibility import (
     check_changes,
     differences,
+    is_under,
     learning_fingerprint,
 )
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError
 from accel_train.optim.bitwise import what_bits_depend_on
-from accel_train.optim.optimizer import BIASES
 from accel_train.ownership.lease import Lease
+from accel_train.user_code.reference import parse_reference
 
 DECAYS = ("weight-decay", "decay-all", "norm-weight-decay")
 SCALES = ("layer-decay", "head-lr")
@@ -68,7 +69,7 @@ class Checkpoints(CheckpointStore):
             lease=lease or Lease(folder.parent, None),
             ema=ema,
             # All other schedules follow from the update's number, even if their settings are allowed to change.
-            schedule=schedule if config.schedule.name == "plateau" else None,
+            schedule=schedule if config.schedule.name == "plateau" or _has_own_schedule(config) else None,
             keep=config.checkpoint.keep,
             milestone_epochs=config.checkpoint.milestone_epochs,
         )
@@ -135,6 +136,9 @@ class Checkpoints(CheckpointStore):
             check_same_model(named_tensors(self.ema), snapshot.ema, path)
         if "best-metric" in changes and "best" in (snapshot.state["schedule"] or {}):
             snapshot.state["schedule"]["best"] = None  # as that of the position
+        ends = {"epochs", "stop.updates", "batch-size", "schedule.per"} & changes.keys()
+        if "schedule.name" in changes or (_has_own_schedule(config) and (ends or is_under("schedule.name", allow))):
+            snapshot.state["schedule"] = None  # it begins anew, or its factors may be others
         self._check_schedule(snapshot.state["schedule"], path)
         return position, changes
 
@@ -170,9 +174,13 @@ class Checkpoints(CheckpointStore):
         return frozen_names(bare, settings, position.epoch - (position.epoch_samples == 0))
 
 
+def _has_own_schedule(config: Config) -> bool:
+    return parse_reference("schedule.name", config.schedule.name) is not None
+
+
 def _rate_in(optimizer: Mapping[str, Any]) -> float:
     """The learning rate in an optimizer's state, which may be of another optimizer, or damaged: then it is 0."""
     try:
-        return max(float(group["lr"]) for group in optimizer["param_groups"] if BIASES not in group)
+        return max(float(group["lr"]) for group in optimizer["param_groups"])
     except (LookupError, TypeError, ValueError):
         return 0.0

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from accel_train import __version__
-from accel_train.config.declaration import ONE_START, DecidesSamples, EndsRun, Free
+from accel_train.config.declaration import ONE_START, OWN_SCHEDULE, DecidesSamples, EndsRun, Free
 from accel_train.config.option_types import declared
 from accel_train.config.origin import compare_by_content
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, nearest
-from accel_train.user_code.reference import PREFIXES, metric_name, short_name
+from accel_train.user_code.reference import PREFIXES, metric_name, parse_reference, short_name
 
 FORMAT = 8
 """The number of runs and checkpoints. It rises when one of another version would be misread, or would go on as another
@@ -75,7 +75,8 @@ def is_under(key: str, prefixes: Iterable[str]) -> bool:
 def affects_learning(key: str, schedule: str) -> bool:
     """Whether a change of the option `key` changes what is learned, with the schedule of that name."""
     free = FREE.get(key)
-    return free is None or schedule in free.unless
+    name = schedule if parse_reference("schedule.name", schedule) is None else OWN_SCHEDULE
+    return free is None or name in free.unless
 
 
 def settings_of_run(config: Config) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from accel_train.config.declaration import BEST_METRICS, FALLING, NAMES_OF_FIGUR
 from accel_train.config.groups.model import Model
 from accel_train.config.groups.training import Loss
 from accel_train.config.schema import Config
-from accel_train.user_code.reference import CHOSEN_METRICS, metric_name
+from accel_train.user_code.reference import CHOSEN_METRICS, metric_name, parse_reference
 
 
 def contradictions(config: Config) -> dict[str, str]:
@@ -80,16 +80,7 @@ def _contradictions_of_schedule(config: Config) -> dict[str, str]:
     schedule, mistakes = config.schedule, dict[str, str]()
     if schedule.warmup_epochs > config.epochs:
         mistakes["schedule.warmup-epochs"] = f"at most the {config.epochs:g} epochs of the run"
-    elif schedule.warmup_epochs + schedule.cooldown_epochs > config.epochs:
-        rest = config.epochs - schedule.warmup_epochs
-        mistakes["schedule.cooldown-epochs"] = f"at most the {rest:g} epochs after the warm-up"
-    if schedule.cycle_momentum is not None and schedule.name != "one_cycle":
-        mistakes["schedule.cycle-momentum"] = "none without schedule.name=one_cycle"
-    elif schedule.cycle_momentum is not None and schedule.warmup_momentum is not None:
-        mistakes["schedule.warmup-momentum"] = "none with schedule.cycle-momentum, which moves it in the warm-up, too"
-    for key in ("warmup_momentum", "warmup_bias_lr"):
-        if getattr(schedule, key) is not None and schedule.warmup_epochs == 0:
-            mistakes.setdefault(f"schedule.{key.replace('_', '-')}", "none without schedule.warmup-epochs")
-    if config.ema.scale_decay and schedule.name not in FALLING:
+    is_own = parse_reference("schedule.name", schedule.name) is not None
+    if config.ema.scale_decay and schedule.name not in FALLING and not is_own:
         mistakes["ema.scale-decay"] = f"false without schedule.name {', '.join(FALLING)}, which fix the epochs, too"
     return mistakes

@@ -146,10 +146,17 @@ NAMES_OF_FIGURES = {
     "images", "lr", "images_per_second", "data_wait_fraction",
 }  # fmt: skip
 """The keys beside which a user's metric is written: in metrics.jsonl, in evaluation-SPLIT.json, and in result.json."""
-CYCLIC: tuple[Literal["cosine", "tanh", "poly"], ...] = ("cosine", "tanh", "poly")
-"""Schedules that can fall several times."""
-FALLING: tuple[Literal["cosine", "tanh", "poly", "one_cycle"], ...] = (*CYCLIC, "one_cycle")
+FALLING = ("cosine", "poly", "one_cycle")
 """Schedules that fall until the last epoch, so that the number of epochs cannot change in a run."""
+SCHEDULES = ("constant", "step", "multistep", "plateau", *FALLING)
+OWN_SCHEDULE = "FILE.py:FUNCTION"
+"""Stands for the name of any schedule of a user's own."""
+ENDING = (*FALLING, OWN_SCHEDULE)
+SCHEDULE_NAME = Bound(
+    f"{', '.join(SCHEDULES)} or {OWN_SCHEDULE}",
+    lambda x: x in SCHEDULES or parse_reference("schedule.name", x) is not None or x.endswith(".py"),
+    names=SCHEDULES,
+)
 
 
 @dataclass(frozen=True)

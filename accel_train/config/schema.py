@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 from accel_train.config.declaration import (
     AFTER_FAILURE,
     DECIDES_SAMPLES,
+    ENDING,
     ENDS_RUN,
-    FALLING,
     NOT_NEGATIVE,
     ONE_START,
     POSITIVE,
@@ -50,7 +50,7 @@ class Config:
     epochs: Annotated[
         int | float,
         POSITIVE,
-        Free("a run may become longer", unless=FALLING),
+        Free("a run may become longer", unless=ENDING),
         ENDS_RUN,
     ] = 1
     """Passes over the training data; the last may be a part: 2.5."""

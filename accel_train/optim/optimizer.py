@@ -25,19 +25,13 @@ FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
-BIASES = "biases"
-"""The key of a parameter group that says that it has biases alone; without it a group may have both."""
-
-
-def create_optimizer(
-    optim: Optim, model: nn.Module, *, sharded: bool = False, own_biases: bool = False
-) -> torch.optim.Optimizer:
+def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -> torch.optim.Optimizer:
     """The optimizer of those parameters of `model` that require gradients; `sharded`: FSDP2 will split them.
 
     The parameter groups are timm's: no weight decay on biases, norms and what the model itself excludes (all have it
     with optim.decay_all), and with optim.layer_decay a group for each layer, with its factor `lr_scale` that only
     `LearningRate` applies. What has a weight decay or a learning rate of its own gets groups of its own:
-    norms (optim.norm_weight_decay), the last layer (optim.head_lr), and biases with `own_biases`.
+    norms (optim.norm_weight_decay) and the last layer (optim.head_lr).
 
     Muon is for the hidden layers' weights (K. Jordan 2024, kellerjordan.github.io/posts/muon): first and last layer
     and embeddings go to timm's fallback, AdamW, as biases and norms do.
@@ -95,8 +89,6 @@ def create_optimizer(
             _separate(optimizer, norm_parameters(model), {"weight_decay": optim.norm_weight_decay})
         if optim.head_lr is not None:
             _scale_head(optimizer, model, optim.head_lr / optim.lr)
-        if own_biases:
-            _separate_biases(optimizer, model)
         if options.get("fused") and kind is torch.optim.SGD:
             optimizer.register_step_pre_hook(_zero_momentum)
     except (AssertionError, ImportError) as error:  # bitsandbytes or Apex
@@ -145,15 +137,6 @@ def _scale_head(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float
     heads = tuple(f"{head}." for head in required_classifier(model, "--optim.head-lr"))
     head = {parameter for name, parameter in model.named_parameters() if name.startswith(heads)}
     _separate(optimizer, head, {"lr_scale": scale}, at_end=False)
-
-
-def _separate_biases(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Give the biases of each parameter group a group of their own.
-
-    Biases are the parameters whose name ends in "bias", as for YOLO: those of norms, too.
-    """
-    biases = {parameter for name, parameter in model.named_parameters() if name.endswith("bias")}
-    _separate(optimizer, biases, {BIASES: True})
 
 
 def _separate(
@@ -247,17 +230,3 @@ def _clip_split_adaptively(parameters: Sequence[nn.Parameter], factor: float) ->
         scales = torch.where(found < limits, 1.0, limits / found.clamp(min=1e-6))
         for (_, gradient), scale in zip(vectors, scales, strict=True):
             gradient.to_local().mul_(scale)
-
-
-def momentum_of(group: dict[str, Any]) -> float | None:
-    """The momentum of a group of parameters, of Adam the first beta; None: the optimizer has none."""
-    found = group["betas"][0] if "betas" in group else group.get("momentum")
-    return None if found is None else float(found)
-
-
-def set_momentum(group: dict[str, Any], momentum: float) -> None:
-    """Set what `momentum_of` returns."""
-    if "betas" in group:
-        group["betas"] = (momentum, *group["betas"][1:])
-    else:
-        group["momentum"] = momentum

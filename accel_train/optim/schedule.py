@@ -1,18 +1,25 @@
-"""Learning-rate schedules: functions of the number of updates, most of them timm's."""
+"""Learning-rate schedules: functions of the number of updates, most of them timm's, or one of the user's own."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any
 
 import torch
-from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler, TanhLRScheduler
+from accelerate import Accelerator
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
 
-from accel_train.config.schema import Schedule
+from accel_train.config.declaration import FALLING
+from accel_train.config.schema import Config, Schedule
+from accel_train.data.order.plan import Plan
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
-from accel_train.optim.optimizer import BIASES, momentum_of, set_momentum
+from accel_train.launch.agreement import broadcast_from_main
+from accel_train.user_code.reference import Reference, parse_reference, short_name
 
 Rates = Callable[[int], list[float]]
 """The learning rate of each of the optimizer's groups at an update, counted from 0; without their `lr_scale`."""
@@ -21,18 +28,18 @@ Rates = Callable[[int], list[float]]
 class Plateau:
     """Counts the decays of the learning rate: one when a figure of the validation split no longer rises.
 
-    timm's own does not save its counters and will be removed. The rule is torch's ReduceLROnPlateau (mode max, a
-    relative threshold): the rate decays after the first evaluation that makes more than schedule.patience_epochs
-    without a better figure, counted from the best evaluation or from the last decay.
+    timm's own does not save its counters and will be removed. The rule is torch's ReduceLROnPlateau (mode max, without
+    a threshold): the rate decays after the first evaluation that makes more than schedule.patience_epochs without a
+    better figure, counted from the best evaluation or from the last decay. Evaluations in the warm-up do not count.
     """
 
-    def __init__(self, schedule: Schedule, warmup_epochs: float) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.best: float | None = None
         self.bad_epochs = 0
         self.decays = 0
-        self.warmup_epochs = warmup_epochs  # evaluations until then do not count, as in timm
-        self.epoch = 0  # the epochs that were done at the last evaluation
+        self.epoch = 0
+        """The epochs that were done at the last evaluation."""
 
     def rate(self, base: float) -> float:
         """What the learning rate `base` is after the decays."""
@@ -40,18 +47,15 @@ class Plateau:
 
     def step(self, epoch: int, metric: float) -> None:
         """Record the figure `metric` after `epoch` epochs, higher if better."""
-        passed, self.epoch = epoch - self.epoch, epoch
-        if epoch <= self.warmup_epochs:
+        since, self.epoch = epoch - self.epoch, epoch
+        if epoch <= self.schedule.warmup_epochs:
             return
-        if math.isfinite(metric) and (self.best is None or metric > self._to_surpass(self.best)):
+        if math.isfinite(metric) and (self.best is None or metric > self.best):
             self.best, self.bad_epochs = metric, 0
         else:
-            self.bad_epochs += passed
+            self.bad_epochs += since
         if self.bad_epochs > self.schedule.patience_epochs:
             self.decays, self.bad_epochs = self.decays + 1, 0
-
-    def _to_surpass(self, best: float) -> float:
-        return best * (1 + math.copysign(self.schedule.threshold, best))  # a loss counts with a minus here
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "bad_epochs": self.bad_epochs, "decays": self.decays, "epoch": self.epoch}
@@ -65,52 +69,48 @@ class LearningRate:
     """The learning rates of a run of so many `updates`: `step_update(n)` sets those of update n, counted from 0.
 
     Call it before each update. The rates are a function of n alone, so that nothing needs to be saved; only plateau has
-    a state (`state_dict`), which `step(epochs_done, figure)` changes after an evaluation.
+    a state (`state_dict`), which `step(epochs_done, figure)` changes after an evaluation, and a user's own schedule one
+    that says which factors it had.
 
-    During the warm-up the rate rises in a straight line from warmup_lr (at update 0), or it stays there, or what the
-    schedule has meanwhile without a warm-up is scaled. step, multistep and plateau count their epochs from the start of
-    the run; cosine, tanh and poly fall from the end of the warm-up (without warmup_prefix: as if from the start) to
-    min_lr where the run ends, or its cooldown_epochs begin. Raises UserError if a momentum is to change and the
-    optimizer has none, or if cycles become too short too early.
+    During the warm-up the rate rises in a straight line from warmup_lr (at update 0). step, multistep and plateau count
+    their epochs from the start of the run; cosine and poly fall from the end of the warm-up (without warmup_prefix: as
+    if from the start) to min_lr where the run ends. The `factors` of a user's own (see `own_factors`), one for each
+    update, multiply the rates with their warm-up.
     """
 
     def __init__(
-        self, schedule: Schedule, optimizer: torch.optim.Optimizer, *, updates: int, updates_per_epoch: int
+        self,
+        schedule: Schedule,
+        optimizer: torch.optim.Optimizer,
+        *,
+        updates: int,
+        updates_per_epoch: int,
+        factors: array[float] | None = None,
     ) -> None:
         self.schedule, self.optimizer, self.updates_per_epoch = schedule, optimizer, updates_per_epoch
         self.warmup = round(schedule.warmup_epochs * updates_per_epoch)
-        self.scales = schedule.warmup_method == "scaled" and self.warmup > 0
-        self.end = updates - math.floor(schedule.cooldown_epochs * updates_per_epoch + 1e-9)  # 0.1 * 30 may be below 3
-        self.ends_cycles = schedule.restarts and schedule.cooldown_epochs > 0
+        self.updates, self.factors = updates, factors
         self.interval = updates_per_epoch if schedule.per == "epoch" else 1
-        if self.scales and schedule.name == "one_cycle":
-            raise UserError("schedule.warmup-method scaled: leave it out with one_cycle, whose rise is a part of it.")
-        self.momenta = [momentum_of(group) for group in optimizer.param_groups]
-        self.moves = schedule.warmup_momentum is not None or schedule.cycle_momentum is not None
-        self.plateau = Plateau(schedule, 0.0 if self.scales else schedule.warmup_epochs)
+        self.plateau = Plateau(schedule)
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])  # as torch's and timm's schedules have it
         self.base_values = [float(group["initial_lr"]) for group in optimizer.param_groups]
-        self._rates = self._create_rates(0 if self.scales else self.warmup)
-        if self.moves and all(momentum is None for momentum in self.momenta):
-            option = "cycle" if schedule.warmup_momentum is None else "warmup"
-            raise UserError(f"schedule.{option}-momentum: this optimizer has no momentum; leave it out.")
+        self._rates = self._create_rates()
         self.update = 0
         """The update, counted from 0, whose rates the optimizer has."""
         self.step_update(0)
 
-    def _create_rates(self, warmup: int) -> Rates:
-        """The rates of the schedule, after a warm-up of so many updates in a straight line."""
-        schedule, epoch = self.schedule, self.updates_per_epoch
+    def _create_rates(self) -> Rates:
+        schedule, epoch, warmup = self.schedule, self.updates_per_epoch, self.warmup
         shared: dict[str, Any] = {"t_in_epochs": False, "warmup_t": warmup, "warmup_lr_init": schedule.warmup_lr}
         shared["warmup_prefix"] = False
         made: Any
+        if self.factors is not None:
+            return self._own
         if schedule.name == "plateau":
-            return lambda t: [self._at_plateau(t, warmup, base) for base in self.base_values]
+            return lambda t: [self._at_plateau(t, base) for base in self.base_values]
         if schedule.name == "one_cycle":
-            return lambda t: [
-                self._one_cycle(t, schedule.warmup_lr, base, schedule.min_lr) for base in self.base_values
-            ]
+            return lambda t: [self._one_cycle(t, base) for base in self.base_values]
         if schedule.name == "constant":
             made = StepLRScheduler(self.optimizer, decay_t=1, decay_rate=1.0, **shared)
         elif schedule.name == "step":
@@ -123,75 +123,43 @@ class LearningRate:
             milestones = [milestone * epoch + 1 for milestone in schedule.milestones]
             made = MultiStepLRScheduler(self.optimizer, decay_t=milestones, decay_rate=schedule.decay, **shared)
         else:
-            shared |= self._fall(warmup)
-            if schedule.name == "tanh":
-                made = TanhLRScheduler(self.optimizer, **shared)
-            elif schedule.name == "poly":
-                made = PolyLRScheduler(self.optimizer, power=schedule.power, k_decay=schedule.k_decay, **shared)
+            prefix = schedule.warmup_prefix
+            # At least 2: with 1 timm warns that it has no effect, and in a run of one update that is expected.
+            shared |= {"t_initial": max(self.updates - warmup if prefix else self.updates, 2), "warmup_prefix": prefix}
+            shared["lr_min"] = schedule.min_lr
+            if schedule.name == "poly":
+                made = PolyLRScheduler(self.optimizer, power=schedule.power, **shared)
             else:
-                made = CosineLRScheduler(self.optimizer, k_decay=schedule.k_decay, **shared)
+                made = CosineLRScheduler(self.optimizer, **shared)
         return made._get_lr  # type: ignore[no-any-return]
 
-    def _fall(self, warmup: int) -> dict[str, Any]:
-        """The arguments of cosine, tanh and poly: they fall once until the end, or in cycles (SGDR: Loshchilov and
-        Hutter 2016, arxiv.org/abs/1608.03983)."""
-        schedule, first = self.schedule, self.schedule.cycle_epochs
-        prefix = schedule.warmup_prefix and not self.scales
-        # At least 2: with 1 timm warns that the schedule has no effect, and in a run of one update that is expected.
-        fall = max(self.end - warmup if prefix else self.end, 2)
-        arguments = {"t_initial": fall, "lr_min": schedule.min_lr, "warmup_prefix": prefix}
-        if first is None:
-            return arguments
-        length, factor = first * self.updates_per_epoch, schedule.cycle_mul
-        if (1 - factor) * fall >= length:
-            raise UserError(
-                f"--schedule.cycle-mul {factor:g}: cycles that begin with {first:g} epochs and become shorter end "
-                f"after {first / (1 - factor):g}, before the run; use a larger one, or fewer epochs."
-            )
-        cycles = {"t_initial": length, "cycle_mul": factor, "cycle_decay": schedule.cycle_decay}
-        return arguments | cycles | {"cycle_limit": math.inf}  # `step_update` ends them
+    def _own(self, t: int) -> list[float]:
+        assert self.factors is not None
+        factor = self.factors[min(t, len(self.factors) - 1)]  # the rates after the last update are never used
+        return [(self._warm_up(t, base) if t < self.warmup else base) * factor for base in self.base_values]
 
-    def _at_plateau(self, t: int, warmup: int, base: float) -> float:
+    def _at_plateau(self, t: int, base: float) -> float:
+        return self._warm_up(t, base) if t < self.warmup else self.plateau.rate(base)
+
+    def _warm_up(self, t: int, base: float) -> float:
         start = self.schedule.warmup_lr
-        return start + t * (base - start) / warmup if t < warmup else self.plateau.rate(base)
+        return start + t * (base - start) / self.warmup
 
-    def _one_cycle(self, t: int, first: float, middle: float, last: float) -> float:
-        """What goes from `first` to `middle` in the warm-up, and then to `last`, both as a cosine, as torch's
+    def _one_cycle(self, t: int, middle: float) -> float:
+        """The rate goes from warmup_lr to `middle` in the warm-up, and then to min_lr, both as a cosine, as torch's
         OneCycleLR does (L. Smith 2018, arxiv.org/abs/1803.09820)."""
         peak = max(self.warmup - 1, 0)
-        start, end, share = first, middle, t / max(peak, 1)
+        start, end, share = self.schedule.warmup_lr, middle, t / max(peak, 1)
         if t >= peak:
-            start, end, share = middle, last, min((t - peak) / max(self.end - 1 - peak, 1), 1.0)
+            start, end, share = middle, self.schedule.min_lr, min((t - peak) / max(self.updates - 1 - peak, 1), 1.0)
         return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
 
     def step_update(self, update: int) -> None:
-        """Set the learning rate of update number `update`, counted from 0, and the momentum, if it moves."""
-        schedule, warmup, self.update = self.schedule, self.warmup, update
-        t = update // self.interval * self.interval
-        if schedule.warmup_method == "constant" and t < warmup:
-            t = 0
-        cycles_ended = self.ends_cycles and t >= self.end
-        rates = [schedule.min_lr for _ in self.base_values] if cycles_ended else self._rates(t)
-        groups = zip(self.optimizer.param_groups, self.base_values, rates, self.momenta, strict=True)
-        for group, base, rate, momentum in groups:
-            scale = group.get("lr_scale", 1.0)
-            group["lr"] = rate * scale
-            start = schedule.warmup_bias_lr if group.get(BIASES) else None
-            if self.scales and update < warmup:
-                # As ultralytics' engine/trainer.py:
-                # np.interp(ni, [0, nw], [warmup_bias_lr or 0, initial_lr * lf(epoch)])
-                first = (schedule.warmup_lr if start is None else start) * scale
-                group["lr"] = first + (group["lr"] - first) * (update / warmup)
-            elif start is not None and not self.scales and t < warmup:
-                group["lr"] = (start + (base - start) * t / warmup) * scale
-            if self.moves and momentum is not None:
-                set_momentum(group, self._momentum_at(update, momentum))
-
-    def _momentum_at(self, update: int, end: float) -> float:
-        middle, start = self.schedule.cycle_momentum, self.schedule.warmup_momentum
-        if self.schedule.name == "one_cycle" and middle is not None:
-            return self._one_cycle(update, end, middle, end)
-        return end if start is None or update >= self.warmup else start + (end - start) * update / self.warmup
+        """Set the learning rate of update number `update`, counted from 0."""
+        self.update = update
+        rates = self._rates(update // self.interval * self.interval)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * group.get("lr_scale", 1.0)
 
     def step(self, epoch: int, metric: float) -> None:
         """Record the figure `metric` after `epoch` epochs, higher if better; the next update's rate follows from it."""
@@ -199,10 +167,57 @@ class LearningRate:
         self.step_update(self.update)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.plateau.state_dict()
+        if self.factors is None:
+            return self.plateau.state_dict()
+        return {"updates": self.update, "factors": self._digest(self.update)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.plateau.load_state_dict(state_dict)
+        """Raises UserError if a user's own schedule had other factors in the updates that are done."""
+        if self.factors is None:
+            self.plateau.load_state_dict(state_dict)
+        elif self._digest(done := state_dict["updates"]) != state_dict["factors"]:
+            raise UserError(
+                f"--schedule.name {short_name('schedule.name', self.schedule.name)}: in the {done} updates that are "
+                "done, the learning rates were others: the code, or what it reads, has changed. Give it as it was, or "
+                "go on with the new ones: --allow-change schedule.name."
+            )
+
+    def _digest(self, updates: int) -> str:
+        assert self.factors is not None
+        return hashlib.sha256(self.factors[:updates].tobytes()).hexdigest()
+
+
+def own_factors(
+    schedule: Schedule, accelerator: Accelerator, *, updates: int, updates_per_epoch: int
+) -> array[float] | None:
+    """The factor of the learning rate at each update, by the user's own function of (epoch, epochs); None without one.
+
+    The main process computes all of them before the first update: they are a function of the update's number even if
+    the function is none. Collective. Raises UserError if one is no number, not finite or negative.
+    """
+    reference = parse_reference("schedule.name", schedule.name)
+    if reference is None:
+        return None
+    return broadcast_from_main(accelerator, lambda: _compute_factors(reference, updates, updates_per_epoch))
+
+
+def _compute_factors(reference: Reference, updates: int, updates_per_epoch: int) -> array[float]:
+    from accel_train.user_code.loading import load, showing_user_lines
+
+    factor, epochs = load("schedule.name", reference), updates / updates_per_epoch
+    found = array("d")
+    for update in range(updates):
+        epoch = update / updates_per_epoch
+        with showing_user_lines("schedule.name", reference):
+            value = factor(epoch, epochs)
+        number = float(value) if isinstance(value, Real) else math.nan
+        if not (math.isfinite(number) and number >= 0):
+            raise UserError(
+                f"--schedule.name {reference.short}: returned {str(value)[:40]} for epoch {epoch:g} of {epochs:g}; "
+                "expected a finite number that is not negative, which multiplies optim.lr."
+            )
+        found.append(number)
+    return found
 
 
 def check_schedule(schedule: Schedule, splits: Splits) -> None:
@@ -212,3 +227,50 @@ def check_schedule(schedule: Schedule, splits: Splits) -> None:
             "--schedule.name plateau: the learning rate follows the validation split, but this data has no "
             "validation split: set one aside with --data.val-fraction 0.1, or choose another schedule."
         )
+
+
+def schedule_change(
+    config: Config,
+    plan: Plan,
+    changed: Iterable[str],
+    *,
+    before: float,
+    rate: float,
+    factors: array[float] | None = None,
+) -> str:
+    """Say how the learning rate goes on after settings have changed: "" if none of the `changed` options concerns it.
+
+    `before`: the rate that the next update would have had. `rate`: the rate that it has. `factors`: see `own_factors`.
+    """
+    schedule, lr, updates = config.schedule, config.optim.lr, plan.updates
+    ends = ("epochs", "stop.updates") if _ends_with_run(schedule) else ("epochs",)
+    keys = [key for key in changed if key in (*ends, "optim.lr") or key.startswith("schedule.")]
+    if not keys:
+        return ""
+    up = "back up" if "optim.lr" not in keys and before < rate <= lr else "up"
+    same = abs(rate - before) <= 1e-3 * max(rate, before)
+    move = "stays at" if same else f"goes from {before:.3g} {up if rate > before else 'down'} to"
+    in_epochs = updates == max(1, round(config.epochs * plan.updates_per_epoch))
+    end = f"epoch {config.epochs:g}" if in_epochs else f"update {updates:,}"
+    text = f"the learning rate {move} {rate:.3g}, because {_reason(schedule, keys, end)}"
+    if schedule.name == "plateau":
+        return f"{text}; it falls when the validation split does not get better"
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    sizes = {"updates": updates, "updates_per_epoch": plan.updates_per_epoch}
+    made = LearningRate(schedule, optimizer, **sizes, factors=factors)
+    made.step_update(updates - 1)
+    last = float(optimizer.param_groups[0]["lr"])
+    return f"{text}; then it falls to {last:.3g}" if last < rate * 0.999 else text
+
+
+def _ends_with_run(schedule: Schedule) -> bool:
+    return schedule.name in FALLING or parse_reference("schedule.name", schedule.name) is not None
+
+
+def _reason(schedule: Schedule, keys: list[str], end: str) -> str:
+    name = short_name("schedule.name", schedule.name)
+    reasons = [f"the schedule is now {name}"] if "schedule.name" in keys else []
+    reasons += [f"{key} has changed" for key in keys if key not in ("epochs", "stop.updates", "schedule.name")]
+    if ("epochs" in keys or "stop.updates" in keys) and _ends_with_run(schedule):
+        reasons.append(f"{name} now ends at {end}")
+    return " and ".join(reasons) or f"{name} does not depend on the number of epochs"

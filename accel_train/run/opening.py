@@ -19,7 +19,6 @@ from accel_train.launch.agreement import broadcast_from_main, check_shared_direc
 from accel_train.launch.parent import elastic_advice
 from accel_train.launch.precision import precision, precision_notice
 from accel_train.optim.micro_batch import searches
-from accel_train.optim.optimizer import BIASES
 from accel_train.ownership.lease import Lease
 from accel_train.records.console import Console
 from accel_train.records.cost.ledger import Ledger
@@ -186,7 +185,8 @@ def _rate_note(setup: TrainingSetup, checkpoints: Checkpoints) -> str:
     """What the learning rate does if the settings have changed since the checkpoint; "" if that does not concern it."""
     if not checkpoints.changed:
         return ""
-    from accel_train.optim.schedule_change import schedule_change
+    from accel_train.optim.schedule import schedule_change
 
-    rate = max(float(group["lr"]) for group in setup.optimizer.param_groups if BIASES not in group)
-    return schedule_change(setup.config, setup.plan, checkpoints.changed, before=checkpoints.rate_before, rate=rate)
+    rate = max(float(group["lr"]) for group in setup.optimizer.param_groups)
+    rates = {"before": checkpoints.rate_before, "rate": rate}
+    return schedule_change(setup.config, setup.plan, checkpoints.changed, **rates, factors=setup.schedule.factors)

@@ -18,6 +18,7 @@ PREFIXES = {
     "model.name": ("hf-hub:", "hf_hub:", "local-dir:", "torchvision/"),
     "data.name": ("hfds/", "wds/", "torch/"),
     "loss.name": (),
+    "schedule.name": (),
     "augment.own": (),
     "metrics": (),
 }

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_train.config.declaration import BEST_METRICS, LOSSES, WITHOUT_MOMENTUM, Needs, bytes_of
+from accel_train.config.declaration import BEST_METRICS, FALLING, LOSSES, WITHOUT_MOMENTUM, Needs, bytes_of
 from accel_train.config.option_types import declared, option_types
 from accel_train.config.options import parse, parse_command, parse_command_of_recipe, parse_settings
 from accel_train.config.recipe import read_recipe, recipe_names
@@ -437,6 +437,8 @@ def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from([(), ("auroc",), ("torch.nn.functional:cross_entropy", "top5_accuracy")])
     if key == "loss.name":
         return st.sampled_from([*LOSSES, "torch.nn.functional:cross_entropy"])
+    if key == "schedule.name":
+        return st.sampled_from([*FALLING, "constant", "step", "plateau", "torch.nn.functional:relu"])
     if key == "augment.policy":
         return st.sampled_from(["none", "augmix", "rand-m9-n2-mstd0.5-inc1", "original-mstd0.5"])
     if key == "data.cache-size":
@@ -524,15 +526,8 @@ def configs(draw: st.DrawFn) -> Config:
         model["freeze_epochs"] = None
     if not values["optim"]["lr"]:
         values["optim"]["head_lr"] = None
-    schedule["cooldown_epochs"] = 0.0
-    if schedule["name"] != "one_cycle":
-        schedule["cycle_momentum"] = None
-    elif schedule["cycle_momentum"] is not None:
-        schedule["warmup_momentum"] = None
-    if schedule["name"] in ("constant", "step", "plateau"):
+    if schedule["name"] not in FALLING:
         values["ema"]["scale_decay"] = False
-    if schedule["warmup_epochs"] == 0:
-        schedule["warmup_momentum"] = schedule["warmup_bias_lr"] = None
     own = {**values.pop(""), "take_over": False, "config_only": False, "traceback": False}
     if own["virtual_batch_size"] is not None:
         own["batch_size"] = 2 * own["virtual_batch_size"]

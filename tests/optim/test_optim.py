@@ -209,7 +209,7 @@ def test_muon_of_an_older_checkpoint_goes_on_with_the_parameters_that_it_had() -
 
 SCHEDULES = st.builds(
     Schedule,
-    name=st.sampled_from(["constant", "cosine", "tanh", "step", "multistep", "poly", "plateau"]),
+    name=st.sampled_from(["constant", "cosine", "step", "multistep", "poly", "plateau"]),
     warmup_epochs=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
     warmup_lr=st.sampled_from([0.0, 0.01]),
     min_lr=st.sampled_from([0.0, 1e-3]),
@@ -354,24 +354,6 @@ def test_the_patience_of_plateau_counts_epochs_however_often_it_is_evaluated() -
     assert decays_after(made(), list(range(1, 31))) == [12, 23]
     assert decays_after(made(), list(range(2, 31, 2))) == [14, 26]  # 2 was the best: 12 epochs since, and 12 again
     assert decays_after(made(), list(range(11, 50, 11))) == [22, 33, 44]
-
-
-def test_a_plateau_of_a_checkpoint_that_counted_evaluations_goes_on_as_it_began() -> None:
-    made = LearningRate(PATIENT, one_weight(), updates=297, updates_per_epoch=3)
-    made.load_state_dict({"best": 0.5, "bad_epochs": 3, "decays": 1})
-    assert decays_after(made, list(range(10, 60, 2))) == [24, 46]
-
-
-def test_a_plateau_of_a_checkpoint_that_counted_the_warm_up_goes_on_as_it_began() -> None:
-    schedule = Schedule(name="plateau", patience_epochs=1, warmup_epochs=9)
-    made = partial(LearningRate, schedule, one_weight(), updates=297, updates_per_epoch=3)
-    old, new = made(), made()
-    old.load_state_dict({"best": 0.5, "bad_epochs": 0, "decays": 0, "epoch": 1})
-    new.load_state_dict({**made().state_dict(), "epoch": 1})
-    for epoch in (2, 3):
-        old.step(epoch, 0.5)
-        new.step(epoch, 0.5)
-    assert (old.state_dict()["decays"], new.state_dict()["decays"]) == (1, 0)
 
 
 # The mean of the weights

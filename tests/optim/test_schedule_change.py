@@ -13,8 +13,7 @@ import torch
 from accel_train.config.declaration import FALLING
 from accel_train.config.schema import Config, Optim, Schedule
 from accel_train.data.order.plan import Plan
-from accel_train.optim.schedule import LearningRate
-from accel_train.optim.schedule_change import schedule_change
+from accel_train.optim.schedule import LearningRate, schedule_change
 
 UPDATES = 10  # of an epoch
 
@@ -45,10 +44,6 @@ def line(schedule: Schedule, changed: list[str], *, lr: float, epochs: float, up
         (
             Schedule("poly"),
             "goes from 0 back up to 0.05, because poly now ends at epoch 20; then it falls to 0.0005",
-        ),
-        (
-            Schedule("cosine", cycle_epochs=8),
-            "stays at 0.0854, because cosine does not depend on the number of epochs; then it falls to 0.052",
         ),
         (
             Schedule("constant"),

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from accel_train.config.declaration import (
     ALL_POSITIVE,
-    CYCLIC,
+    ENDING,
     ENDS_RUN,
     FALLING,
     FRACTION,
@@ -25,6 +25,7 @@ from accel_train.config.declaration import (
     NOT_NEGATIVE,
     PART,
     POSITIVE,
+    SCHEDULE_NAME,
     STARTS_IN_EPOCH,
     WITHOUT_MOMENTUM,
     Free,
@@ -67,8 +68,9 @@ class Optim:
 
 @dataclass(frozen=True)
 class Schedule:
-    name: Literal["constant", "cosine", "tanh", "step", "multistep", "poly", "one_cycle", "plateau"] = "constant"
-    """Learning rate after the warm-up; all but plateau depend on the update number alone."""
+    name: Annotated[str, SCHEDULE_NAME] = "constant"
+    """Learning rate after the warm-up: constant, cosine, step, multistep, poly, one_cycle, plateau; or your own factor
+    of it, FILE.py:FUNCTION of (epoch, epochs). All but plateau depend on the update number alone."""
     per: Literal["update", "epoch"] = "update"
     """Change the learning rate at each update, or only where an epoch begins, as timm and torchvision do by default."""
     warmup_epochs: Annotated[
@@ -78,27 +80,10 @@ class Schedule:
     """Epochs in which the learning rate rises from schedule.warmup-lr to optim.lr."""
     warmup_lr: Annotated[float, NOT_NEGATIVE, NEEDS_WARMUP] = 0.0
     """Learning rate at the start of the warm-up."""
-    warmup_method: Literal["linear", "constant", "scaled"] = "linear"
-    """constant: the learning rate stays at schedule.warmup-lr until the end of the warm-up, as torchvision's does;
-    scaled: it rises at each update to the rate that the schedule has meanwhile without a warm-up, as YOLO's does."""
-    warmup_prefix: Annotated[bool, NEEDS_WARMUP, Needs("schedule.name", CYCLIC)] = True
-    """cosine, tanh, poly: fall from the end of the warm-up on; false: as if from the start (timm's default)."""
-    warmup_bias_lr: Annotated[float | None, NOT_NEGATIVE] = None
-    """Learning rate of biases at the start of the warm-up, as YOLO's 0.1; default: schedule.warmup-lr."""
-    warmup_momentum: Annotated[float | None, FRACTION] = None
-    """Momentum (Adam: the first beta) at the start of the warm-up, in which it rises to its value."""
-    cycle_momentum: Annotated[float | None, FRACTION] = None
-    """one_cycle: momentum (Adam: the first beta) at the highest learning rate; it has its own value at both ends."""
-    cooldown_epochs: Annotated[float, NOT_NEGATIVE] = 0.0
-    """cosine, tanh, poly, one_cycle: the last epochs, which have the lowest learning rate."""
+    warmup_prefix: Annotated[bool, NEEDS_WARMUP, Needs("schedule.name", FALLING[:2])] = True
+    """cosine, poly: fall from the end of the warm-up on; false: as if from the start (timm's default)."""
     min_lr: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", (*FALLING, "plateau"))] = 0.0
-    """cosine, tanh, poly, one_cycle, plateau: lowest learning rate."""
-    cycle_epochs: Annotated[float | None, POSITIVE] = None
-    """cosine, tanh, poly: fall again and again (SGDR); the first cycle has so many epochs. Default: fall once."""
-    cycle_mul: Annotated[float, POSITIVE] = 1.0
-    """The length of a cycle, as a multiple of the one before. With 2, cycles end at 1, 3, 7, 15 times the first."""
-    cycle_decay: Annotated[float, FRACTION] = 1.0
-    """The learning rate at the start of a cycle, as a multiple of that of the one before."""
+    """cosine, poly, one_cycle, plateau: lowest learning rate."""
     step_epochs: Annotated[
         float,
         POSITIVE,
@@ -121,17 +106,8 @@ class Schedule:
     """step, multistep, plateau: factor of one decay."""
     power: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", ("poly",))] = 1.0
     """poly: exponent; 1 is a straight line to schedule.min-lr."""
-    k_decay: Annotated[float, POSITIVE] = 1.0
-    """cosine, poly: exponent of the time since the warm-up; above 1 the rate stays high for longer."""
     patience_epochs: Annotated[int, NOT_NEGATIVE, Needs("schedule.name", ("plateau",))] = 10
     """plateau: decay after more than this many epochs without a better value of best-metric."""
-    threshold: Annotated[float, PART] = 0.0
-    """plateau: a value counts as better if it is so by more than this fraction of the best one; in timm 0.0001."""
-
-    @property
-    def restarts(self) -> bool:
-        """Whether the learning rate falls in cycles."""
-        return self.cycle_epochs is not None and self.name in CYCLIC
 
 
 @dataclass(frozen=True)
@@ -177,11 +153,11 @@ class Stop:
     updates: Annotated[
         int | None,
         POSITIVE,
-        Free("a run may end earlier or later", unless=FALLING),
+        Free("a run may end earlier or later", unless=ENDING),
         ENDS_RUN,
     ] = None
     """End the run after this many updates, if epochs are not done earlier. What falls to the end of a run, falls until
-    there: cosine, tanh, poly, one_cycle."""
+    there: cosine, poly, one_cycle, and your own schedule."""
     hours: Annotated[float | None, POSITIVE, ENDS_RUN] = None
     """End the run after the epoch in which its total time over all starts reaches this many hours; default: never."""
 
