@@ -24,7 +24,7 @@ from accel_train.models.batchnorm import has_batchnorm
 from accel_train.optim.loss import check_labels
 from accel_train.optim.micro_batch import searches
 from accel_train.optim.schedule import check_schedule
-from accel_train.records.cost.ledger import Ledger
+from accel_train.records.cost import Ledger
 from accel_train.records.metrics import count_classes, figures_for
 from accel_train.records.model_info import ModelInfo
 from accel_train.user_code.reference import parse_reference, short_name

@@ -21,7 +21,7 @@ from accel_train.launch.precision import precision, precision_notice
 from accel_train.optim.micro_batch import searches
 from accel_train.ownership.lease import Lease
 from accel_train.records.console import Console
-from accel_train.records.cost.ledger import Ledger
+from accel_train.records.cost import Ledger
 from accel_train.records.directory import RunDirectory
 from accel_train.records.events import Event, Noted, Said, Started, Warned
 from accel_train.records.provenance import environment

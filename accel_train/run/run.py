@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Literal
 
-from accelerate.utils import gather_object
-
 from accel_train.checkpoint.directory import checkpoint_path
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.data.loading import evaluation_batch_size
@@ -18,7 +16,7 @@ from accel_train.launch.agreement import broadcast_from_main
 from accel_train.optim.ema import broadcast_buffers
 from accel_train.optim.micro_batch import evaluation_advice, memory_advice
 from accel_train.ownership.lease import Lease
-from accel_train.records.cost.ledger import Ledger, Usage, sum_of
+from accel_train.records.cost import Ledger
 from accel_train.records.events import (
     Closed,
     Ended,
@@ -84,7 +82,6 @@ class Run:
             update=self.state.update,
             anew=self.config.resume == "never",
         )
-        self.usage = Usage(setup.device)
         self._first_began = began - self.state.wall_seconds  # as if all starts had followed each other at once
         # Updates done beyond those of a run that had these settings from its start (after a change of the batch size,
         # say). They are subtracted so that the schedule's epochs are epochs of the data.
@@ -191,7 +188,6 @@ class Run:
         evaluates = config.eval_every_updates is not None and state.update % config.eval_every_updates == 0
         due = stop or self.save_is_due or evaluates or ends_epoch or state.update % config.log_every_updates == 0
         self.emit(UpdateDone(state.update, state.epoch + 1, self.stopwatch.waiting, eta, due))
-        self.usage.look()
         if self.checkpoints.committed or len(self.checkpoints.failures) > self._failures:
             self.report_saves()
         if (due or self.guard.must_rewind) and self.guard.rewinds(state):
@@ -225,7 +221,6 @@ class Run:
 
     def count_time(self) -> None:
         """Count at an epoch's end how long the run has lasted: the same on all processes, which may end by it."""
-        self.ledger.start.usage = sum_of(gather_object([self.usage.used()]))
         self.state.wall_seconds = broadcast_from_main(self.accelerator, lambda: time.monotonic() - self._first_began)
 
     def save(self, *, wait: bool = False) -> None:

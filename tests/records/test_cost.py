@@ -1,24 +1,19 @@
-"""Where the time of a run went: its starts, what was done twice, and what the devices used."""
+"""Where the time of a run went: its starts, and what was done twice."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import helpers
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_train.launch.environment import Launch
-from accel_train.records.cost import ledger
-from accel_train.records.cost.ledger import FILE, Ledger, Start, Usage, Used, read_starts, sum_of
-from accel_train.records.cost.summary import cost_of, cost_rows, cost_text, duration
+from accel_train.records.cost import FILE, Ledger, Start, cost_of, cost_rows, cost_text, duration, read_starts
 from accel_train.records.directory import RunDirectory
 
 
@@ -65,7 +60,7 @@ def test_the_parts_add_up_to_the_wall_time() -> None:
     names = ("starting", "training", "evaluating", "saving", "repeated", "between")
     assert sum(cost[f"{name}_seconds"] for name in names) == 250
     assert cost["ettr"] == pytest.approx((98 + 6) / 250)
-    assert cost["accelerator_hours"] is cost["device_kwh"] is cost["device_utilisation"] is None  # never guessed
+    assert cost["accelerator_hours"] is None
     text = cost_text(cost)
     assert text.startswith("4 min 10 s in 3 starts: 39% training, 2% evaluating,") and "6% done twice" in text
     rows = dict(cost_rows(cost))
@@ -79,66 +74,15 @@ def test_a_run_that_began_elsewhere_says_so() -> None:
     assert not cost["complete"] and "not counted" in dict(cost_rows(cost))
 
 
-def test_energy_is_known_if_each_start_has_measured_it() -> None:
-    used = {
-        "device_joules": 3.6e6,
-        "device_utilisation": 0.5,
-        "device_peak_bytes": 2.0**30,
-        "process_peak_bytes": 2.0**31,
-    }
-    one = Start(0, 3600, 4, 4, 0, 10, usage=used)
-    two = Start(3600, 5400, 4, 4, 10, 20, usage=used | {"device_utilisation": 0.8})
-    cost = cost_of([one, two])
-    assert (cost["device_kwh"], cost["accelerator_hours"]) == (2, 6)
-    assert cost["device_utilisation"] == pytest.approx((0.5 * 3600 + 0.8 * 1800) / 5400)
-    assert dict(cost_rows(cost))["energy of the accelerators"] == "2 kWh"
-    two.usage = {}  # it was killed before the end of an epoch
-    assert cost_of([one, two])["device_kwh"] is None
-
-
-def test_two_processes_on_one_device_use_it_once() -> None:
-    both = [Used(100, "GPU-1", 10, 50.0, 0.5), Used(300, "GPU-1", 20, 50.0, 0.5), Used(200, "GPU-2", 30, 70.0, 0.7)]
-    found = sum_of(both)
-    assert (found["device_joules"], found["device_peak_bytes"], found["process_peak_bytes"]) == (120, 30, 300)
-    assert found["device_utilisation"] == pytest.approx(0.6)
-    assert sum_of([*both, Used(1, "GPU-3", 10, None, None)])["device_joules"] is None
-    assert sum_of([Used(1, "", None, None, None)])["device_joules"] is None
-
-
-def test_what_nvidias_library_says_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a library that a test made up: energy in millijoules since the driver began, utilisation in percent."""
-    energy, busy = iter([5_000_000, 8_000_000]), iter([40, 60])
-    made_up = SimpleNamespace(
-        NVMLError=RuntimeError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-abc": "handle"}[uuid],
-        nvmlDeviceGetTotalEnergyConsumption=lambda handle: next(energy),
-        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=next(busy)),
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", made_up)
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
-    monkeypatch.setattr(ledger, "SAMPLE_SECONDS", 0.0)
-    found = Usage(torch.device("cuda", 0))
-    found.look()
-    found.look()
-    used = found.used()
-    assert (used.device, used.joules, used.utilisation, used.device_bytes) == ("GPU-abc", 3000, 0.5, 2**30)
-
-
-def test_without_a_gpu_nothing_is_guessed() -> None:
-    found = Usage(torch.device("cpu"))
-    found.look()
-    used = found.used()
-    assert used.joules is used.utilisation is used.device_bytes is None
-    assert 2**26 < used.process_bytes < 2**36
+def test_accelerators_are_counted_by_the_hour() -> None:
+    cost = cost_of([Start(0, 3600, 4, 4, 0, 10), Start(3600, 5400, 4, 4, 10, 20)])
+    assert cost["accelerator_hours"] == 6 and dict(cost_rows(cost))["accelerator-hours"] == "6"
 
 
 def test_damaged_starts_are_left_out(tmp_path: Path) -> None:
     assert read_starts(tmp_path) == []
     good = {"began": 0, "ended": 1, "processes": 1, "accelerators": 0, "first_update": 0, "last_update": 2}
-    bad = [{}, good | {"training": "long"}, good | {"saves": [[1]]}, good | {"new": 1}, good | {"usage": [1]}, 7]
+    bad = [{}, good | {"training": "long"}, good | {"saves": [[1]]}, good | {"new": 1}, 7]
     (tmp_path / FILE).write_text(json.dumps({"starts": [good, *bad, good | {"ended": -1}]}))
     assert len(read_starts(tmp_path)) == 1
     (tmp_path / FILE).write_text('{"starts": 3}')

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from accel_train.config.schema import Config
 from accel_train.records import events
-from accel_train.records.cost.ledger import read_starts
+from accel_train.records.cost import read_starts
 from accel_train.records.directory import RunDirectory
 from accel_train.records.events import (
     Ended,
@@ -42,7 +42,7 @@ KILLED = """
 import os, signal, sys
 from accel_train.cli import main
 from accel_train.records import events
-from accel_train.records.cost import ledger
+from accel_train.records import cost as ledger
 from accel_train.run import run
 kind, place, count = getattr(events, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 create, ledger.STATUS_SECONDS = run.create_sinks, 0.0

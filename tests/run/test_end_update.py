@@ -31,7 +31,7 @@ def run_at(
     run.config = Config(log_every_updates=4, eval_every_updates=evaluates, checkpoint=Checkpoint(every_updates=every))
     run.state = TrainState(update=update, epoch_samples=10 * update, epoch_count=10 * update, samples_seen=10 * update)
     run.setup = Mock(plan=Plan(95, 10, 1, 1, updates=ends))
-    for name in ("meter", "stopwatch", "ledger", "usage", "pace", "emit", "watchdog"):
+    for name in ("meter", "stopwatch", "ledger", "pace", "emit", "watchdog"):
         setattr(run, name, Mock())
     run.stopwatch.speed.return_value = 1.0, {}  # type: ignore[attr-defined]
     run.checkpoints, run._failures = Mock(committed=[], failures=[]), 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from accel_train.records.cost.ledger import read_starts
-from accel_train.records.cost.summary import cost_of, cost_rows
+from accel_train.records.cost import cost_of, cost_rows, read_starts
 from accel_train.report.shared.records import RunRecords
 
 
@@ -43,11 +42,9 @@ def machine_of(run: RunRecords) -> list[tuple[str, str]]:
 
 
 def costs_of(run: RunRecords) -> list[tuple[str, str]]:
-    """What the run cost: without its ledger only how many starts it had."""
-    if cost := cost_of(read_starts(run.path)):
-        rows = cost_rows(cost)
-    else:
-        rows = [("starts", str(1 + sum(event[0] == "restart" for event in run.events)))]
+    """What the run cost, its speed, and how often it was disturbed."""
+    cost = cost_of(read_starts(run.path))
+    rows = cost_rows(cost) if cost else []
     if speed := run.result.get("images_per_second"):
         rows.append(("speed of training", f"{speed:,.0f} images/s"))
     counts = {kind: sum(event[0] == kind for event in run.events) for kind in ("rewind", "skipped")}

@@ -1,25 +1,20 @@
-"""Where the time of a run went, and what its processes and devices used: RUN/starts.json, an entry for each start.
+"""What a run cost: where its time went, over all starts. RUN/starts.json has an entry for each start.
 
 The main process always is in one phase, so the phases of a start add up to its time. The file is rewritten every
 two seconds, so a killed start is recorded up to at most two seconds before. The next start begins at a checkpoint: what
 came after that in earlier starts has to be done again, and moves from its phase to "repeated".
-
-Used are memory and, of NVIDIA's GPUs, utilisation and energy (nvidia-ml-py).
 """
 
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-
-import torch
 
 from accel_train.launch.environment import Launch
 from accel_train.records.directory import STATUS_SECONDS, RunDirectory
@@ -61,8 +56,6 @@ class Start:
     """Seconds of the training that were spent waiting for data."""
     saves: list[tuple[int, float, float, float]] = field(default_factory=list)
     """At each save: the update, and the seconds of training, evaluating and waiting until then."""
-    usage: dict[str, float | None] = field(default_factory=dict)
-    """What the processes and their devices used until the last end of an epoch: see `sum_of`."""
 
     def go_back(self, update: int) -> None:
         """Count what was done after the save of `update`, or of an earlier one, as done twice."""
@@ -179,104 +172,76 @@ def _start(entry: Any) -> Start | None:
         return None
     counts = (start.processes, start.accelerators, start.first_update, start.last_update, *(s[0] for s in start.saves))
     times = (start.began, start.ended, start.starting, start.training, start.evaluating, start.saving, start.repeated)
-    used = start.usage.values() if isinstance(start.usage, dict) else [math.nan]
-    fits = all(map(is_count, counts)) and all(
-        map(is_number, (*times, start.waiting, *(t for s in start.saves for t in s)))
-    )
-    return start if fits and all(value is None or is_number(value) for value in used) else None
+    numbers = (*times, start.waiting, *(t for save in start.saves for t in save))
+    return start if all(map(is_count, counts)) and all(map(is_number, numbers)) else None
 
 
-SAMPLE_SECONDS = 2.0
+PHASES = {
+    "training": "training",
+    "evaluating": "evaluation",
+    "saving": "waiting for saves",
+    "starting": "starting, until the first update is done",
+    "repeated": "done twice after interruptions",
+}
 
 
-@dataclass(frozen=True)
-class Used:
-    """What one process has used in this start. None is what nobody has measured."""
+def cost_of(starts: Sequence[Start]) -> dict[str, Any]:
+    """What the run cost, as result.json has it, mostly seconds; {} without a start.
 
-    process_bytes: int
-    """The largest resident memory of the process, without its data workers."""
-    device: str
-    """The identity of its device; "" for a CPU. Several processes may share one."""
-    device_bytes: int | None
-    """The largest memory that its tensors had on the device."""
-    joules: float | None
-    """What the whole device has used, also for others."""
-    utilisation: float | None
-    """The mean fraction of time in which a kernel ran on the device."""
-
-
-class Usage:
-    """Looks at this process's device now and then."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._handle, self._nvml = _nvml_handle(device)
-        self._first = self._joules()
-        self._busy: list[float] = []
-        self._looked = 0.0
-
-    def look(self) -> None:
-        """Sample the utilisation, at most every two seconds. Nearly free."""
-        now = time.monotonic()
-        if self._handle is None or now - self._looked < SAMPLE_SECONDS:
-            return
-        self._looked = now
-        try:
-            self._busy.append(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100)
-        except self._nvml.NVMLError:
-            return
-
-    def _joules(self) -> float | None:
-        if self._handle is None:
-            return None
-        try:
-            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000  # since the driver began
-        except self._nvml.NVMLError:  # older than Volta
-            return None
-
-    def used(self) -> Used:
-        """What was used since the beginning."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        now, cuda = self._joules(), self._device.type == "cuda"
-        return Used(
-            process_bytes=peak if sys.platform == "darwin" else peak * 1024,
-            device=_uuid(self._device) if cuda else "",
-            device_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
-            joules=None if now is None or self._first is None else now - self._first,
-            utilisation=sum(self._busy) / len(self._busy) if self._busy else None,
-        )
-
-
-def sum_of(used: Sequence[Used]) -> dict[str, float | None]:
-    """The figures of all processes together, as starts.json has them. A figure that one device lacks is None."""
-    devices = {each.device: each for each in used if each.device}.values()  # each once, whoever shares it
-    joules = [each.joules for each in devices]
-    busy = [each.utilisation for each in devices]
-    memory = [each.device_bytes for each in devices]
+    The effective training time ratio (ETTR, arXiv 2410.21680) is the part of the wall time in which the run made
+    progress that it kept: training and evaluation. The wall time is that of all starts and of the time between them,
+    in which the job was waiting to go on; not the time between a finished run and its continuation.
+    """
+    if not starts:
+        return {}
+    between = sum(max(0.0, later.began - each.ended) for each, later in pairwise(starts) if not each.finished)
+    seconds = {phase: sum(getattr(start, phase) for start in starts) for phase in PHASES}
+    spans = [max(0.0, start.ended - start.began) for start in starts]
+    wall = sum(spans) + between
+    accelerators = sum(start.accelerators * span for start, span in zip(starts, spans, strict=True))
     return {
-        "process_peak_bytes": max(each.process_bytes for each in used),
-        "device_peak_bytes": max((each for each in memory if each is not None), default=None),
-        "device_joules": None if not joules or None in joules else sum(each for each in joules if each is not None),
-        "device_utilisation": None if not busy or None in busy else sum(each or 0.0 for each in busy) / len(busy),
+        "starts": len(starts),
+        "complete": starts[0].first_update == 0,  # otherwise another run began it
+        "wall_seconds": wall,
+        **{f"{phase}_seconds": value for phase, value in seconds.items()},
+        "between_seconds": between,
+        "waiting_for_data_seconds": sum(start.waiting for start in starts),
+        "ettr": (seconds["training"] + seconds["evaluating"]) / wall if wall else None,
+        "accelerator_hours": accelerators / 3600 if accelerators else None,
     }
 
 
-def _nvml_handle(device: torch.device) -> tuple[Any, Any]:
-    """The device as nvidia-ml-py knows it, and that module; None without them."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return None, None
-    try:
-        import pynvml
-    except ImportError:
-        return None, None
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByUUID(_uuid(device)), pynvml
-    except pynvml.NVMLError:  # no driver, or a slice of a GPU
-        return None, None
+def cost_text(cost: dict[str, Any]) -> str:
+    """One line for the last screen: the wall time, its parts of one percent and more, and the ETTR."""
+    wall = cost["wall_seconds"]
+    names = {"training": "training", "evaluating": "evaluating", "saving": "saving", "starting": "starting",
+             "repeated": "done twice", "between": "between starts"}  # fmt: skip
+    parts = [f"{share:.0%} {name}" for key, name in names.items() if (share := cost[f"{key}_seconds"] / wall) >= 0.005]
+    starts = f" in {cost['starts']} starts" if cost["starts"] > 1 else ""
+    return f"{duration(wall)}{starts}: {', '.join(parts)}"
 
 
-def _uuid(device: torch.device) -> str:
-    """As nvidia-smi shows it: CUDA_VISIBLE_DEVICES changes a device's number, not this."""
-    found = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    return found if found.startswith(("GPU-", "MIG-")) else f"GPU-{found}"
+def cost_rows(cost: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows of the report: what, and how much."""
+    wall = cost["wall_seconds"]
+    rows = [("starts", str(cost["starts"])), ("wall time", duration(wall))]
+    if not cost["complete"]:
+        rows.append(("not counted", "what came before the checkpoint with which this record begins"))
+    for phase, title in {**PHASES, "between": "between two starts"}.items():
+        seconds = cost[f"{phase}_seconds"]
+        if seconds:
+            rows.append((title, f"{duration(seconds)} ({seconds / wall:.1%})"))
+    rows.append(("of the training: waiting for data", duration(cost["waiting_for_data_seconds"])))
+    if cost["ettr"] is not None:
+        rows.append(("effective training time ratio", f"{cost['ettr']:.1%}"))
+    if cost["accelerator_hours"] is not None:
+        rows.append(("accelerator-hours", f"{cost['accelerator_hours']:.3g}"))
+    return rows
+
+
+def duration(seconds: float) -> str:
+    """A time in words: "2 h 05 min", "3 min 10 s" or "4.2 s"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
