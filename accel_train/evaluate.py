@@ -23,7 +23,7 @@ from accel_train.records.metrics import (
 )
 
 if TYPE_CHECKING:
-    from accel_train.records.more_metrics.own import OwnMetrics
+    from accel_train.records.own_metrics import OwnMetrics
 
 Batch = dict[str, Any]
 
@@ -120,7 +120,7 @@ def _of_several_labels(
     figures: dict[str, float], labels: Tensor, predictions: Tensor, classes: int, logits: Tensor | None
 ) -> Evaluation:
     """The result for images with several labels: `labels` bool [n, classes], `predictions` the logits."""
-    from accel_train.records.more_metrics.ranking import average_precision_of_classes
+    from accel_train.records.ranking import average_precision_of_classes
 
     of_classes = {
         "average_precision": average_precision_of_classes(predictions, labels),
@@ -136,7 +136,7 @@ def create_metrics(config: Config, accelerator: Accelerator, splits: Splits) -> 
     """
     if not config.metrics:
         return None
-    from accel_train.records.more_metrics.create import create_own_metrics
+    from accel_train.records.own_metrics import create_own_metrics
 
     samples = max((len(source) for source in (splits.validation, splits.test) if source is not None), default=0)
     return create_own_metrics(config.metrics, accelerator, splits, samples)

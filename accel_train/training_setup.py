@@ -47,7 +47,7 @@ from accel_train.optim.schedule import LearningRate, own_factors
 
 if TYPE_CHECKING:
     from accel_train.exact_sum import ExactGradients
-    from accel_train.records.more_metrics.own import OwnMetrics
+    from accel_train.records.own_metrics import OwnMetrics
 
 
 @dataclass(frozen=True)

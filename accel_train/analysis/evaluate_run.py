@@ -25,7 +25,7 @@ from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.records.more_metrics.own import OwnMetrics
+from accel_train.records.own_metrics import OwnMetrics
 from accel_train.user_code.reference import CHOSEN_METRICS, given_metrics
 
 
@@ -81,7 +81,7 @@ def _load(config: Config, info: ModelInfo, accelerator: Accelerator, weights: Ru
 
 def _own_metrics(subject: Subject, accelerator: Accelerator) -> OwnMetrics | None:
     """The metrics of the run. Of those that its training had as objects, only the ones that are given again."""
-    from accel_train.records.more_metrics.create import create_own_metrics
+    from accel_train.records.own_metrics import create_own_metrics
 
     usable = [text for text in subject.config.metrics if text in (*given_metrics(), *CHOSEN_METRICS) or ":" in text]
     if (missing := [text for text in subject.config.metrics if text not in usable]) and accelerator.is_main_process:

@@ -27,7 +27,7 @@ from accel_train.files import atomic_write
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
 from accel_train.records.metrics import Evaluation
-from accel_train.records.more_metrics.own import OwnMetrics
+from accel_train.records.own_metrics import OwnMetrics
 from accel_train.user_code.reference import short_name
 
 

@@ -1,7 +1,7 @@
 """The metrics of a model. METRICS is the one place that defines them; MULTI_LABEL_METRICS for several labels an image.
 
 Training (`meter`), evaluation, the console, metrics.jsonl, the trackers and result.json all follow the table. To add
-top-3 accuracy, add `top_k("top3_accuracy", 3)` to it. Those of --metrics come after it: see more_metrics/.
+top-3 accuracy, add `top_k("top3_accuracy", 3)` to it. Those of --metrics come after it: see own_metrics.py.
 """
 
 from __future__ import annotations
@@ -133,10 +133,10 @@ def micro_f1(predicted: Tensor, labels: Tensor) -> float:
 
 
 def ranked(name: str) -> Callable[[Tensor, Tensor], float]:
-    """The function `name` of more_metrics/ranking.py, imported when it is called: most runs need none of it."""
+    """The function `name` of ranking.py, imported when it is called: most runs need none of it."""
 
     def compute(logits: Tensor, labels: Tensor) -> float:
-        from accel_train.records.more_metrics import ranking
+        from accel_train.records import ranking
 
         return float(getattr(ranking, name)(logits, labels))
 

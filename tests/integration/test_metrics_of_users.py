@@ -24,7 +24,7 @@ def balanced(logits, targets):
 
 def margin(logits, targets):
     best = logits.topk(2).values
-    return best[:, 0] - best[:, 1]
+    return (best[:, 0] - best[:, 1]).mean()
 
 class Entropy:
     higher_is_better = False

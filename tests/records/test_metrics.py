@@ -31,7 +31,7 @@ from accel_train.records.metrics import (
     same,
     top_k,
 )
-from accel_train.records.more_metrics.ranking import (
+from accel_train.records.ranking import (
     average_precision_of_classes,
     mean_average_precision,
     micro_average_precision,

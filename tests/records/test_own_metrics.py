@@ -1,4 +1,4 @@
-"""records/more_metrics: a user's metrics are tried before the training, and computed over all samples of a split."""
+"""records/own_metrics.py: a user's metrics are tried before the training, and computed over all samples of a split."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from torch import Tensor
 from accel_train.config.options import parse
 from accel_train.errors import MetricError, UserError
 from accel_train.evaluate import evaluate
+from accel_train.records import own_metrics as own
 from accel_train.records.metrics import Evaluation
-from accel_train.records.more_metrics import create, own
-from accel_train.records.more_metrics.own import OwnMetrics
-from accel_train.records.more_metrics.ranking import auroc
+from accel_train.records.own_metrics import OwnMetrics, auroc
 from accel_train.user_code.objects import provided
 
 CLASSES, SAMPLES = 3, 50
@@ -38,7 +37,7 @@ def created(
     splits: Any = SimpleNamespace(classes=("x",) * classes, multi_label=several)
     names = (*texts, *objects)
     with provided({f"metrics:{name}": given for name, given in objects.items()}):
-        found = create.create_own_metrics(names, Accelerator(cpu=True), splits, samples)
+        found = own.create_own_metrics(names, Accelerator(cpu=True), splits, samples)
     assert found is not None
     return found
 
@@ -60,7 +59,7 @@ def figures(metrics: OwnMetrics, logits: Tensor = LOGITS, labels: Tensor = LABEL
 
 
 def right(logits: Tensor, targets: Tensor) -> Tensor:
-    return logits.argmax(1) == targets
+    return (logits.argmax(1) == targets).double().mean()
 
 
 def balanced(logits: Tensor, targets: Tensor) -> float:
@@ -87,15 +86,12 @@ class Counted:
         return self.wrong / self.count
 
 
-def test_the_three_kinds_give_the_figures_of_scikit_learn() -> None:
+def test_both_kinds_give_the_figures_of_scikit_learn() -> None:
     def entropy(logits: Tensor, targets: Tensor) -> float:
         return log_loss(targets, logits.double().softmax(1))
 
     metrics = created("auroc", right=right, balanced=balanced, wrong=Counted, entropy=entropy)
-    assert {each.name: each.kind for each in metrics.metrics} == {
-        "auroc": "whole split", "right": "each sample", "balanced": "whole split", "wrong": "accumulating",
-        "entropy": "whole split",
-    }  # fmt: skip
+    assert {each.name for each in metrics.metrics if each.accumulates} == {"wrong"}
     hits = int((LOGITS.argmax(1) == LABELS).sum())
     expected = {
         "auroc": roc_auc_score(LABELS, LOGITS.double().softmax(1), multi_class="ovr"),
@@ -114,9 +110,6 @@ def test_the_bits_depend_neither_on_the_batches_nor_on_the_threads(monkeypatch: 
     monkeypatch.setattr(own, "CHUNK", 40_000)
     logits = torch.randn(90_000, 2, generator=torch.Generator().manual_seed(1))
     labels = torch.arange(90_000) % 2
-
-    def margin(logits: Tensor, targets: Tensor) -> Tensor:
-        return logits[:, 0] - logits[:, 1] / 3
 
     def mean(logits: Tensor, targets: Tensor) -> Tensor:
         return logits.exp().mean()  # a sum of torch, which each number of threads divides in another way
@@ -137,7 +130,7 @@ def test_the_bits_depend_neither_on_the_batches_nor_on_the_threads(monkeypatch: 
     for threads, batch in ((1, 4000), (2, 999), (3, 90_000), (4, 60_000)):
         torch.set_num_threads(threads)
         sums = Sums()
-        found.append(figures(created(margin=margin, mean=mean, sums=sums, classes=2), logits, labels, batch))
+        found.append(figures(created(mean=mean, sums=sums, classes=2), logits, labels, batch))
         assert sums.sizes[-3:] == [40_000, 40_000, 10_000]
         assert torch.get_num_threads() == threads
     torch.set_num_threads(1)
@@ -193,14 +186,13 @@ def test_an_exception_names_the_metric_and_its_line() -> None:
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        (lambda logits, targets: logits.mean(0), "returned float32 [3]; expected one number, or a number for each"),
+        (lambda logits, targets: logits.mean(0), "returned float32 [3]; expected one number"),
         (lambda logits, targets: {"f1": 0.5}, "returned a dict; expected one number"),
         (lambda logits, targets: "0.5", "returned a str; expected one number"),
         (lambda logits, targets: None, "returned a NoneType; expected one number"),
         (lambda logits, targets: np.array(["x"]), "returned a ndarray; expected one number"),
-        (lambda logits, targets: logits.sum(1) / len(targets), "depends on the other samples beside it"),
+        (lambda logits, targets: logits.sum(1), "returned float32 [6]; expected one number"),
         (lambda logits: 0.5, "TypeError: "),
-        (lambda num_classes: 5, "returned a int; expected a function of (logits, targets)"),
         (lambda logits, targets: logits[99], "IndexError: index 99 is out of bounds"),
     ],
 )  # fmt: skip
@@ -222,11 +214,13 @@ def area(logits: Tensor, targets: Tensor) -> float:
 def test_the_logits_of_a_large_split_are_not_kept() -> None:
     samples = own.MOST_BYTES // (4 * CLASSES) + 1
     message = refused(balanced=balanced, samples=samples)
-    assert "needs the results of its 357,913,942 images at once, 4.0 GiB; at most 4 GiB are kept" in message
-    assert "use a metric that accumulates" in message
-    created(right=right, wrong=Counted, samples=samples)
+    assert "needs the results of all 357,913,942 images of a split at once, 4.0 GiB; at most 4 GiB are kept" in message
+    assert "Use a metric that accumulates" in message
+    created(wrong=Counted, samples=samples)
     created(balanced=balanced, samples=samples - 1)
-    assert "of its 178,956,971 images at once, 6.0 GiB" in refused(auc=area, samples=samples // 2, several=True)
+    assert "of all 178,956,971 images of a split at once, 6.0 GiB" in refused(
+        auc=area, samples=samples // 2, several=True
+    )
 
 
 def test_only_the_next_samples_are_taken() -> None:
@@ -237,18 +231,18 @@ def test_only_the_next_samples_are_taken() -> None:
 
 
 class TestTorchmetrics:
-    def test_objects_functions_and_classes_are_taken_as_they_are(self) -> None:
+    def test_objects_and_classes_are_taken_as_they_are(self) -> None:
         torchmetrics = pytest.importorskip("torchmetrics")
         kinds = torchmetrics.classification
         metrics = created(
             "torchmetrics.classification:MulticlassF1Score",
             made=kinds.MulticlassAUROC(CLASSES),
-            function=lambda num_classes: kinds.MulticlassAccuracy(num_classes, average="micro"),
+            micro=kinds.MulticlassAccuracy(CLASSES, average="micro"),
             hinge=kinds.MulticlassHingeLoss(CLASSES),
         )
-        assert {each.kind for each in metrics.metrics} == {"accumulating"}
+        assert all(each.accumulates for each in metrics.metrics)
         found = figures(metrics)
-        assert found["function"] == pytest.approx(float(right(LOGITS, LABELS).float().mean()))
+        assert found["micro"] == pytest.approx(float(right(LOGITS, LABELS)))
         assert found["made"] == pytest.approx(roc_auc_score(LABELS, LOGITS.softmax(1), multi_class="ovr"))
         assert figures(metrics, batch=7) == found
         assert "hinge" in metrics.lower_is_better and "made" not in metrics.lower_is_better
@@ -257,16 +251,6 @@ class TestTorchmetrics:
         torchmetrics = pytest.importorskip("torchmetrics")
         message = refused(mine=torchmetrics.classification.MulticlassF1Score(CLASSES, average=None))
         assert "returned float32 [3]; expected one number, as with average='macro'" in message
-
-    def test_binary_ones_get_the_probability_of_the_second_class(self) -> None:
-        kinds = pytest.importorskip("torchmetrics").classification
-        logits, labels = LOGITS[:, :2], LABELS % 2
-        metrics = created("torchmetrics.classification:BinaryAUROC", classes=2, binary=kinds.BinaryF1Score())
-        found = figures(metrics, logits, labels)
-        area, f1 = found.values()
-        assert area == pytest.approx(roc_auc_score(labels, logits[:, 1] - logits[:, 0]))
-        assert f1 == pytest.approx(float(kinds.BinaryF1Score()(logits.argmax(1), labels)))
-        assert "this data has 3 classes. Take MulticlassAUROC." in refused(area=kinds.BinaryAUROC)
 
     def test_of_several_labels(self) -> None:
         torchmetrics = pytest.importorskip("torchmetrics")

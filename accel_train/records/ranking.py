@@ -1,8 +1,6 @@
-"""Figures of a split that follow from the order of its logits: average precision and AUROC."""
+"""Average precision: a figure of images with several labels, which follows from the order of the logits."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import numpy.typing as npt
@@ -33,24 +31,3 @@ def _average_precision(scores: npt.NDArray[np.float32], truth: npt.NDArray[np.bo
     from sklearn.metrics import average_precision_score
 
     return float(average_precision_score(truth, scores))
-
-
-def auroc(logits: Tensor, targets: Tensor) -> float:
-    """The area under the ROC curve, as scikit-learn's `roc_auc_score`: logits float32 [n, classes], targets int64 [n],
-    or [n, classes] of 0 and 1.
-
-    Of two classes that of the second. Of more, each class against all others by its probability, and of images with
-    several labels by its logit; then the mean over the classes. A class that no image has, or that all have, has no
-    such area and is left out of the mean. NaN if that is so of all.
-    """
-    scores, labels = logits.double(), targets.numpy()
-    if targets.ndim == 1:
-        scores = scores.softmax(1)
-        labels = labels[:, None] == np.arange(logits.shape[1])
-        if logits.shape[1] == 2:
-            scores, labels = scores[:, 1:], labels[:, 1:]
-    from sklearn.metrics import roc_auc_score
-
-    pairs = zip(scores.numpy().T, labels.T.astype(bool), strict=True)
-    areas = [float(roc_auc_score(truth, values)) for values, truth in pairs if truth.any() and not truth.all()]
-    return math.fsum(areas) / len(areas) if areas else math.nan
