@@ -48,7 +48,7 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
                 folder = import_context(path)[0]
                 places = "the environment" if folder is None else f"{folder} or the environment"
                 would.append(f"run --{option} {text} (its text is {path}; what it imports comes from {places})")
-                text = f"{path.absolute()}:{reference.name.partition('#')[0]}"
+                text = f"{path.absolute()}:{reference.name}"
             texts.append(text)
         config = _with(config, option, tuple(texts) if option == "metrics" else texts[0])
     would += _arguments(config, uses) if "model.kwargs" not in named else []

@@ -35,7 +35,7 @@ def keep_code(
     now: dict[str, dict[str, Any]] = {}
     for option, reference in used.items():
         path = code_file(reference)
-        if path is None:  # a module that is not a file of Python
+        if path is None:  # an object, or a module that is not a file of Python
             now[option] = {"reference": str(reference)}
             continue
         kept = f"{FOLDER}/{path.stem}-{file_hash(path)[:12]}.py"
@@ -125,7 +125,7 @@ def kept_text(option: str, reference: Reference, run: Path) -> Path:
     entry = _read(run).get(option, {})
     name = str(entry.get("kept", "")).removeprefix(f"{FOLDER}/")
     path, where = run / FOLDER / name, f"--{option.partition(':')[0]} {reference.short}"
-    if reference.module == OBJECT and not name:
+    if reference.module == OBJECT:
         raise UserError(missing(option, reference))
     if not (is_file_name(name) and path.is_file()):
         raise UserError(

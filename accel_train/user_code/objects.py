@@ -12,13 +12,12 @@ import copy
 import hashlib
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_train.errors import UserError
-from accel_train.user_code.reference import GIVEN, OBJECT, PREFIXES, SOURCES, Reference, code_file, missing
+from accel_train.user_code.reference import GIVEN, OBJECT, PREFIXES, Reference, code_file, missing
 
 GROUPS = {option.partition(".")[0]: option for option in PREFIXES if option.endswith(".name")}
 """A group of options -> the option in it that may name code: train(model=net) is train(model={"name": net})."""
@@ -129,29 +128,14 @@ def known_labels(dataset: Any) -> Any:
 
 @contextlib.contextmanager
 def provided(objects: Mapping[str, Any]) -> Iterator[None]:
-    """Within it, the names of these objects (option -> object) mean them: for `load`, and for what keeps their text."""
-    if not objects:
+    """Within it, the names of these objects (option -> object) mean them."""
+    before = dict(GIVEN)
+    try:
+        GIVEN.update({option: (name_of(option, value), value) for option, value in objects.items()})
         yield
-        return
-    from accel_train.user_code.source import source_of
-
-    with tempfile.TemporaryDirectory(prefix="accel_train_") as folder:
-        tables: tuple[dict[str, Any], ...] = (GIVEN, SOURCES)
-        before = [dict(table) for table in tables]
-        try:
-            for option, value in objects.items():
-                name = name_of(option, value)
-                GIVEN[option] = (name, value)
-                if text := source_of(value):
-                    path = Path(folder, option, f"{name.removeprefix(f'{OBJECT}:').partition('#')[0]}.py")
-                    path.parent.mkdir()
-                    path.write_text(text)
-                    SOURCES[name] = path
-            yield
-        finally:
-            for table, old in zip(tables, before, strict=True):
-                table.clear()
-                table.update(old)
+    finally:
+        GIVEN.clear()
+        GIVEN.update(before)
 
 
 def load_object(option: str, reference: Reference) -> Callable[..., Any]:

@@ -31,8 +31,6 @@ OBJECT = "<object>"
 """In the place of a module: the code is an object that a Python program has given (objects.py)."""
 GIVEN: dict[str, tuple[str, Any]] = {}
 """The objects that are given at the moment: option -> (the value of the option, the object)."""
-SOURCES: dict[str, Path] = {}
-"""The value of an option -> a file with the text of the object, if Python can tell it."""
 
 
 @dataclass(frozen=True)
@@ -170,12 +168,13 @@ def _names(path: Path) -> tuple[str, ...] | None:
 
 
 def code_file(reference: Reference) -> Path | None:
-    """Return the path of the file in which the code is. None: there is no such module, or it is not a file of Python.
+    """Return the path of the file in which the code is. None: there is no such module, it is not a file of Python, or
+    the code is an object.
 
     Unlike `importlib.util.find_spec`, this imports nothing, not even a module's package.
     """
     if reference.module == OBJECT:
-        return SOURCES.get(str(reference))
+        return None
     if reference.file:
         return Path(reference.file)
     path: list[str] | None = None

@@ -187,33 +187,17 @@ def load(**settings):
 
 
 @pytest.mark.ci
-def test_a_run_is_opened_with_the_object_or_the_kept_source(tmp_path: Path) -> None:
-    play(tmp_path, 'attempt(model=Net(), data=data, output_dir="run")\n')
-    loaded = "loaded ['layers.1.bias', 'layers.1.weight', 'layers.3.bias', 'layers.3.weight']"
-    (kept,) = (tmp_path / "run/code").glob("Net-*.py")
-    assert "import torch.nn as nn\n" in kept.read_text() and "WIDTH = 8\n" in kept.read_text()
-    script = "load()\nload(trust_code=True)\nload(model=Net)\nload(model=Net())\nload(model=Net(width=9))\n"
-    script += "print(evaluate('run', trust_code=True).figures['model']['count'])\n"
-    lines = play(tmp_path, LOAD + script).splitlines()
-    assert lines[0].startswith("refused: run is a run, and this would run --model.name <object>:Net")
-    assert "its text is run/code/Net-" in lines[0]
-    assert lines[1:4] == [loaded, loaded, loaded]
-    assert "is of another model: layers.1.bias is (8,) there and (9,) in this model" in lines[4]
-    assert "60" in lines
-
-
-def test_a_run_without_kept_source_says_what_it_needs(tmp_path: Path) -> None:
-    said = play(tmp_path, f"""{LOAD}
-net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
-attempt(model=net, data=data(), output_dir="run")
-load()
-load(trust_code=True)
-load(model=net)
-""")  # fmt: skip
-    lines = [line for line in said.splitlines() if line.startswith(("refused", "loaded"))]
+def test_a_run_is_opened_with_the_object_and_says_that_it_needs_it(tmp_path: Path) -> None:
+    script = 'attempt(model=Net(), data=data, output_dir="run")\nload()\nload(trust_code=True)\n'
+    script += "load(model=Net)\nload(model=Net())\nload(model=Net(width=9))\n"
+    script += "print(evaluate('run', model=Net, data=data).figures['model']['count'])\n"
+    said = play(tmp_path, LOAD + script).splitlines()
+    lines = [line for line in said if line.startswith(("refused", "loaded"))]
     for line in lines[:2]:
-        assert "--model.name: the run was made with an object of a Python program (Sequential#" in line
-    assert lines[2:] == ["loaded ['1.bias', '1.weight']"]
+        assert "--model.name: the run was made with an object of a Python program (Net#" in line
+    assert lines[2:4] == ["loaded ['layers.1.bias', 'layers.1.weight', 'layers.3.bias', 'layers.3.weight']"] * 2
+    assert "is of another model: layers.1.bias is (8,) there and (9,) in this model" in lines[4]
+    assert "60" in said
     done = helpers.python("-m", "accel_train", "evaluate", "run", cwd=tmp_path)
     assert done.returncode == 2 and "the argument model=…" in done.stderr
 

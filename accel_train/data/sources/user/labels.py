@@ -46,8 +46,7 @@ def labels_of(dataset: Any, reference: Reference, split: str, record: Path | Non
             )
         return labels.long()
     path = code_file(reference)
-    tag = file_hash(path)[:12] if path is not None else "module"
-    kept = None if record is None else record / f"labels-{split}-{tag}.npy"
+    kept = None if record is None or path is None else record / f"labels-{split}-{file_hash(path)[:12]}.npy"
     if kept is not None and kept.is_file() and (recorded := _recorded(kept, len(dataset))) is not None:
         return recorded
     labels = _read_labels(dataset, reference, split)

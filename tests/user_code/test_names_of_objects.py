@@ -1,9 +1,7 @@
-"""The text of objects that a run keeps, and their names in a configuration."""
+"""Objects of a program: their names in a configuration."""
 
 from __future__ import annotations
 
-import functools
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,40 +15,18 @@ from torch.utils.data import Subset, TensorDataset
 
 from accel_train.errors import UserError
 from accel_train.user_code.objects import importable_name, name_of, provided, take_objects
-from accel_train.user_code.reference import GIVEN, SOURCES, mistakes
-from accel_train.user_code.source import source_of
+from accel_train.user_code.reference import GIVEN, mistakes
 
 PROGRAM = """
-import math as m
-from collections import OrderedDict
 from torch import nn
 
-SIZE, NOISE = 3, object()
-
 def helper(x):
-    return other(x) * SIZE
+    return x
 
-def other(x):
-    return helper(x) if x > 9 else OrderedDict(a=m.pi)
-
-@staticmethod
-def unused():
-    return 1
-
-class Base(nn.Module):
+class Net(nn.Module):
     pass
 
-class Net(Base):
-    def forward(self, x):
-        return helper(x), NOISE
-
-def maker(width):
-    def make():
-        return width + SIZE
-    return make
-
-local = maker(5)
-short = lambda x: x
+local = (lambda: lambda: 3)()
 """
 
 
@@ -64,34 +40,6 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setitem(sys.modules, "__main__", main)
     exec(compile(PROGRAM, str(path), "exec"), main.__dict__)
     return main.__dict__
-
-
-def test_the_kept_text_defines_the_object_alone(program: dict[str, Any]) -> None:
-    text = source_of(program["Net"])
-    assert source_of(program["Net"]()) == text
-    for line in ("import math as m", "from collections import OrderedDict", "import torch.nn as nn", "SIZE = 3",
-                 "class Base(nn.Module):", "# NOISE: an object of type object, of which there is no text"):  # fmt: skip
-        assert text.splitlines().count(line) == 1, text
-    assert "unused" not in text
-    names: dict[str, Any] = {"__name__": "kept"}
-    exec(text, names)
-    assert issubclass(names["Net"], nn.Module) and names["other"](1) == {"a": math.pi}
-    assert text.index("class Base") < text.index("class Net")
-
-
-def test_a_function_of_a_function_is_kept_with_what_it_has_closed_over(program: dict[str, Any]) -> None:
-    names: dict[str, Any] = {}
-    exec(source_of(program["local"]), names)
-    assert names["make"]() == 8
-
-
-@pytest.mark.parametrize("value", [nn.Linear(1, 1), math.sqrt, functools.partial(math.pow, 2), 3, None])
-def test_of_what_others_have_defined_no_text_is_kept(value: Any) -> None:
-    assert source_of(value) == ""
-
-
-def test_a_lambda_has_no_text_of_its_own(program: dict[str, Any]) -> None:
-    assert source_of(program["short"]) == ""
 
 
 def test_what_can_be_imported_is_called_by_its_name(program: dict[str, Any]) -> None:
@@ -133,9 +81,9 @@ def test_objects_are_known_only_while_they_are_provided(program: dict[str, Any])
     (problem,) = mistakes("model.name", name)
     assert problem.startswith("--model.name: the run was made with an object of a Python program (Net). Give it again")
     with pytest.raises(UserError, match="stop"), provided({"model.name": program["Net"]}):
-        assert mistakes("model.name", name) == [] and SOURCES[name].read_text() == source_of(program["Net"])
+        assert mistakes("model.name", name) == []
         raise UserError("stop")
-    assert not GIVEN and not SOURCES
+    assert not GIVEN
 
 
 def test_an_option_object_in_a_group_has_the_groups_options_beside_it() -> None:
