@@ -6,7 +6,6 @@ Each group of OPTIONS is a command line of `accel-train train`. The main process
 
 import dataclasses
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ from accel_train.config.options import parse
 from accel_train.data.order.plan import share
 from accel_train.data.sources.load import load_splits
 from accel_train.launch.environment import prepare_environment
-from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter
 from accel_train.records.sinks import Stream
 from accel_train.run.nonfinite import Guard
@@ -42,7 +40,7 @@ def updates(options: list[str], accumulation: int, dtype: torch.dtype) -> list[d
         setup, training=dataclasses.replace(setup.training, transform=cast_inputs(transform, setup.bare_model))
     )
     losses: list[torch.Tensor] = []
-    guard = Guard(config, accelerator, setup.model, setup.training, RunDirectory(Path(), writes=False), Stream([]).emit)
+    guard = Guard(config, accelerator, setup.model, Stream([]).emit)
     run: Any = SimpleNamespace(state=TrainState(), guard=guard, meter=Meter(accelerator), schedule_offset=0)
     run.meter.add = lambda logits, targets, weighted, weights: losses.append(weighted.double().sum())
     results: list[dict[str, torch.Tensor]] = []

@@ -10,7 +10,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from accel_train.data.sources.load import Splits
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.micro_batch import as_in_training
-from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter
 from accel_train.records.sinks import Stream
 from accel_train.run.nonfinite import Guard
@@ -117,8 +115,8 @@ class Workload:
         """Measure each piece of one update alone: augmentation, optimizer step, metrics with the guard's check."""
         logits, losses = self._backward(cycle(self.examples))
         batch, (_, targets) = self.batches[-1], self.examples[-1]
-        setup, nowhere = self.setup, RunDirectory(Path(), writes=False)
-        guard = Guard(setup.config, self.accelerator, setup.model, setup.training, nowhere, Stream(()).emit)
+        setup = self.setup
+        guard = Guard(setup.config, self.accelerator, setup.model, Stream(()).emit)
         meter, state = Meter(self.accelerator, multi_label=self.setup.splits.multi_label), TrainState()
 
         def augment() -> None:

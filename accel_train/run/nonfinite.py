@@ -15,7 +15,6 @@ as an error if the scale has fallen below 1 or if the loss itself is not finite.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,30 +24,24 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchvision.utils import save_image
 
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config
-from accel_train.data.loading import InputPipeline
 from accel_train.errors import UserError
-from accel_train.files import set_default_permissions
 from accel_train.launch.compat import flag_nonfinite, scale_without_waiting
-from accel_train.records.directory import RunDirectory
-from accel_train.records.events import Event, Noted, Skipped, Warned
+from accel_train.records.events import Event, Noted, Skipped
 
-Sample = tuple[int, int, float, float]  # of a bad update: its rank, id, loss and weight
 MOST_IN_A_ROW = 10  # skipped updates in a row: then the model is broken, not a sample
 
 
 @dataclass
 class CheckedUpdate:
-    """The batches and losses of one update, on this process."""
+    """The samples and losses of one update, on this process."""
 
     number: int = 0  # of the update, counted from 1
-    batches: list[dict[str, Any]] = field(default_factory=list)
+    ids: list[Tensor] = field(default_factory=list)  # int64 [b] of each batch
     losses: list[Tensor] = field(default_factory=list)  # float32 [b] of each batch
     bad: Tensor | None = None  # 1 or 0; from CUDA a copy on the host, valid after the event `copied`
     copied: Any = None
@@ -62,15 +55,13 @@ class Guard:
         config: Config,
         accelerator: Accelerator,
         model: nn.Module,
-        training: InputPipeline,
-        directory: RunDirectory,
         emit: Callable[[Event], None],
         has_no_checkpoint: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`model`: as Accelerate prepared it; `training`: the input pipeline; `emit`: says what happens;
-        `has_no_checkpoint`: whether the run could not go on from one. Collective."""
-        self.config, self.accelerator, self.training = config, accelerator, training
-        self.directory, self.emit, self.has_no_checkpoint = directory, emit, has_no_checkpoint
+        """`model`: as Accelerate prepared it; `emit`: says what happens; `has_no_checkpoint`: whether the run could not
+        go on from one. Collective."""
+        self.config, self.accelerator = config, accelerator
+        self.emit, self.has_no_checkpoint = emit, has_no_checkpoint
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buffers = list(model.buffers())
         self._one = torch.ones((), device=accelerator.device)
@@ -89,7 +80,7 @@ class Guard:
 
     def record(self, batch: dict[str, Any], losses: Tensor) -> None:
         """Record a micro-batch of the update, as the loader returned it, and its losses (float32 [b])."""
-        self._window.batches.append(batch)
+        self._window.ids.append(batch["ids"])
         self._window.losses.append(losses.detach())
 
     @torch.no_grad()
@@ -170,9 +161,8 @@ class Guard:
                 self._act(window, state)
 
     def _act(self, window: CheckedUpdate, state: TrainState) -> None:
-        """Save the samples of a bad update and report it; then stop, or record it as skipped."""
-        problem, everyone = self._describe(window)
-        folder = self._write(window, everyone)
+        """Report a bad update; then stop, or record it as skipped."""
+        problem = self._describe(window)
         policy = self.config.on_nonfinite
         broken = {*range(window.number - MOST_IN_A_ROW, window.number)} <= {*state.left_out}
         if policy == "stop" or broken:
@@ -187,63 +177,20 @@ class Guard:
                 if broken
                 else f"{go_on}, or with --on-nonfinite skip or rewind"
             )
-            raise UserError(
-                f"Update {window.number} is not finite: {problem}. Its samples are in {folder}. {kept}; {advice}."
-            )
+            raise UserError(f"Update {window.number} is not finite: {problem}. {kept}; {advice}.")
         state.left_out.append(window.number)
         self.must_rewind = policy == "rewind"
         self.emit(Skipped(window.number, problem, policy, len(state.left_out)))
 
-    def _describe(self, window: CheckedUpdate) -> tuple[str, list[Sample]]:
-        """A description of what is not finite, the same on all processes, and the samples of the update, of all."""
-        ids = torch.cat([batch["ids"] for batch in window.batches]).tolist()
-        weights = torch.cat([batch["weights"] for batch in window.batches]).tolist()
-        losses = torch.cat(window.losses).tolist()
-        rank = self.accelerator.process_index
-        own = [(rank, *sample) for sample in zip(ids, losses, weights, strict=True)]
-        everyone: list[Sample] = gather_object(own)
-        bad = [id_ for _, id_, loss, _ in everyone if not math.isfinite(loss)]
+    def _describe(self, window: CheckedUpdate) -> str:
+        """What is not finite, the same on all processes."""
+        own = zip(torch.cat(window.ids).tolist(), torch.cat(window.losses).tolist(), strict=True)
+        everyone: list[tuple[int, float]] = gather_object([*own])
+        bad = [id_ for id_, loss in everyone if not math.isfinite(loss)]
         if not bad:
-            return "the gradient, though all losses are finite", everyone
+            return "the gradient, though all losses are finite"
         shown = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
-        return f"the loss of {len(bad)} of {len(everyone)} samples (ids {shown})", everyone
-
-    def _write(self, window: CheckedUpdate, everyone: list[Sample]) -> str:
-        """Write the images, as loaded and as model input, to one file per process, and all ids to one file.
-
-        Returns the folder.
-        """
-        folder = self.directory.path / "nonfinite"
-        name = f"update-{window.number:08d}"
-        if not self.directory.lease.holds():
-            return str(folder)
-        try:
-            folder.mkdir(exist_ok=True)
-            own_file = f"{name}-rank-{self.accelerator.process_index}"
-            replacing = self.directory.lease.replacing
-            # The augmentation is a function of the batch alone, so the model's input can be computed again.
-            tensors = [{**batch, "inputs": self.training.transform(batch)[0]} for batch in window.batches]
-            together = {
-                key: torch.cat([batch[key] for batch in tensors]).cpu().contiguous()
-                for key, values in tensors[0].items()
-                if isinstance(values, Tensor)
-            }
-            with replacing(folder / f"{own_file}.safetensors") as temporary:
-                save_file({**together, "losses": torch.cat(window.losses).cpu()}, temporary)
-                set_default_permissions(temporary)
-            with replacing(folder / f"{own_file}.png") as temporary:
-                save_image(together["images"].float() / 255, temporary, format="png", nrow=16)
-            if self.accelerator.is_main_process:
-                samples = [
-                    {"id": id_, "rank": rank, "loss": loss if math.isfinite(loss) else str(loss)}
-                    for rank, id_, loss, weight in everyone
-                    if weight > 0
-                ]
-                text = json.dumps({"update": window.number, "samples": samples}, indent=1)
-                self.directory.lease.write(folder / f"{name}.json", text + "\n")
-        except OSError as error:
-            self.emit(Warned(f"the samples of update {window.number} cannot be written: {error}"))
-        return str(folder)
+        return f"the loss of {len(bad)} of {len(everyone)} samples (ids {shown})"
 
 
 def _all_finite(tensors: list[Tensor]) -> bool:

@@ -105,9 +105,7 @@ class Run:
         self._failures = 0  # failed saves that the user has been warned of
         self.sinks = create_sinks(setup, self.directory, self.console, self.ledger, observers, requests)
         self.emit = Stream(self.sinks).emit
-        self.guard = Guard(
-            config, self.accelerator, setup.model, setup.training, self.directory, self.emit, self._has_no_checkpoint
-        )
+        self.guard = Guard(config, self.accelerator, setup.model, self.emit, self._has_no_checkpoint)
 
     @contextmanager
     def trained(self) -> Iterator[None]:

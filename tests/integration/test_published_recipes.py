@@ -17,7 +17,6 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +42,6 @@ from accel_train.config.options import parse
 from accel_train.data.sources.load import splits_of
 from accel_train.launch.environment import prepare_environment
 from accel_train.optim.schedule import LearningRate
-from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter
 from accel_train.records.sinks import Stream
 from accel_train.run.nonfinite import Guard
@@ -289,7 +287,7 @@ def test_updates_are_those_of_the_source(name: str, monkeypatch: pytest.MonkeyPa
     config, accelerator = setup.config, setup.accelerator
     source = source_of(name, plain)
     mine, theirs = dict(setup.bare_model.named_parameters()), dict(source.model.named_parameters())
-    guard = Guard(config, accelerator, setup.model, setup.training, RunDirectory(Path(), writes=False), Stream([]).emit)
+    guard = Guard(config, accelerator, setup.model, Stream([]).emit)
     run: Any = SimpleNamespace(state=TrainState(), guard=guard, meter=Meter(accelerator), schedule_offset=0)
     losses: list[Tensor] = []
     run.meter.add = lambda logits, targets, weighted, weights: losses.append(weighted.double().sum())

@@ -94,19 +94,6 @@ def test_stop_then_go_on_with_skip(recipe: Path, tmp_path: Path, optimizer: str)
     assert not (directory / "REQUEUE").exists()
     assert events(directory)[-1]["action"] == "stop"
 
-    # What the update was made of: the ids of both processes' samples, and the images, the white one among them.
-    record = json.loads((directory / "nonfinite" / f"update-{bad:08d}.json").read_text())
-    assert len({sample["id"] for sample in record["samples"]}) == BATCH
-    parts = [directory / "nonfinite" / f"update-{bad:08d}-rank-{rank}" for rank in (0, 1)]
-    assert all(part.with_suffix(".png").stat().st_size for part in parts)
-    tensors = [load_file(part.with_suffix(".safetensors")) for part in parts]
-    assert {int(id_) for each in tensors for id_ in each["ids"]} == {sample["id"] for sample in record["samples"]}
-    white = [
-        int(id_) for each in tensors for id_, image in zip(each["ids"], each["images"], strict=True) if image.any()
-    ]
-    assert len(white) == 1
-    assert str(white[0]) in {str(sample["id"]) for sample in record["samples"] if isinstance(sample["loss"], str)}
-
     resumed = run(*words, "--on-nonfinite", "skip")
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads((directory / "status.json").read_text())["left_out_updates"] == 1
