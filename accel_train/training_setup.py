@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from accel_train import models
 from accel_train.config.schema import Config
-from accel_train.data.loading import EVALUATION_BATCH, InputPipeline, create_input
+from accel_train.data.loading import InputPipeline, create_input
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import Splits
-from accel_train.errors import UserError, counted
+from accel_train.errors import counted
 from accel_train.evaluate import Batch
 from accel_train.launch.accelerator import collective_seconds, create_accelerator
 from accel_train.launch.environment import Launch
@@ -34,7 +33,6 @@ from accel_train.models.wrapping import shard_batchnorm, unwrap_model
 from accel_train.optim.bitwise import sum_exactly, use_deterministic_kernels, use_deterministic_layers
 from accel_train.optim.ema import Ema, create_ema
 from accel_train.optim.loss import create_checked_loss
-from accel_train.optim.micro_batch import LESS_MEMORY, as_in_training, largest_that_fits, searches, set_gradients
 from accel_train.optim.optimizer import create_optimizer, parameters_to_clip
 from accel_train.optim.performance import (
     prepare_compilation,
@@ -195,7 +193,6 @@ def create_training_setup(
     recomputed_buffers = models.prepare_recomputation(model, config.model)
     device, mixes = accelerator.device, config.augment.mixes
     criterion = create_checked_loss(config.loss, splits.train.labels, len(splits.classes), device, mixes=mixes)
-    into = config, accelerator, splits, size, memory_format
     setup = TrainingSetup(
         config=config,
         launch=launch,
@@ -220,15 +217,8 @@ def create_training_setup(
         warnings=(*warnings, *_warnings(config, verdict, plan), *plan.warnings()),
         loaded=loaded,
         from_checkpoint=not published and (config.model.pretrained or config.model.weights is not None),
-        **create_input(*into, plan, max(EVALUATION_BATCH, plan.micro_batch)),
+        **create_input(config, accelerator, splits, size, memory_format, plan),
     )
-    if searches(config, accelerator) and not verdict.together:
-        micro_batch, evaluation_batch = _largest_batches(setup)
-        plan = replace(plan, accumulation=plan.share // micro_batch)
-        # Images that are kept on the device are released before they are placed there again.
-        setup = replace(setup, training=None, evaluations={})  # type: ignore[arg-type]
-        clear_device_cache(garbage_collection=True)
-        setup = replace(setup, **create_input(*into, plan, evaluation_batch))
     # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
     accelerator.gradient_accumulation_steps = 1 if config.bitwise else plan.accumulation
     prepare_compilation(accelerator, config.model)
@@ -249,52 +239,3 @@ def _warnings(config: Config, verdict: Verdict, plan: Plan) -> list[str]:
             f"{counted(plan.accumulation, 'pass')} an update, which may be slower.",
         )
     return found
-
-
-def _largest_batches(setup: TrainingSetup) -> tuple[int, int]:
-    """The samples of a process that fit into one forward pass of training, on all processes, and of evaluation.
-
-    Collective; raises UserError if not even one virtual batch fits. The trials use the model without DDP and
-    torch.compile around it, so that no process waits for another within a trial, and nothing is compiled for their
-    shapes; DDP's buckets are in memory already.
-    """
-    config, accelerator, splits, model = setup.config, setup.accelerator, setup.splits, setup.bare_model
-    plan, bare = setup.plan, replace(setup, model=model)
-    sizes = plan.micro_batch_sizes
-    pads = splits.unreadable is not None or plan.samples_per_epoch % plan.batch_size > 0
-
-    def train(micro_batch: int) -> None:
-        models.set_train_mode(model, config.model)
-        for _ in range(2):  # the second one finds the memory as the first has left it, in pieces
-            # Without accumulation there are no gradients yet in the forward pass.
-            set_gradients(model, present=micro_batch < sizes[-1])
-            batch = setup.training.blank_batch(splits.train, micro_batch)
-            if bare.dropout is not None:
-                bare.set_samples(batch, 0)
-            logits, targets = bare.forward(batch, padded=pads)
-            losses = setup.criterion(logits, targets) * batch["weights"]
-            with models.preserve_buffers(setup.recomputed_buffers):
-                accelerator.backward(losses.sum())
-
-    def evaluate(samples: int) -> None:
-        set_gradients(model, present=False)
-        model.eval()
-        for split, source in (("val", splits.validation), ("test", splits.test)):
-            if source is not None:
-                batch = setup.evaluations[split].blank_batch(source, samples)
-                with torch.inference_mode(), accelerator.autocast():
-                    model(setup.evaluations[split].transform(batch)[0]).float()
-
-    evaluation_batch = None
-    with as_in_training(model, setup.optimizer, setup.device):
-        micro_batch = largest_that_fits(sizes, train, accelerator)
-        if setup.virtual_batches is not None:
-            setup.virtual_batches.discard()
-        if micro_batch and setup.evaluations and config.eval_batch_size is None:
-            wanted = max(EVALUATION_BATCH, micro_batch)
-            halves = [wanted >> bits for bits in reversed(range(wanted.bit_length()))]
-            evaluation_batch = largest_that_fits(halves, evaluate, accelerator)
-    if micro_batch is None:
-        images = counted(sizes[0], "image")
-        raise UserError(f"--micro-batch-size auto: not even {images} of a process fit: {LESS_MEMORY}.")
-    return micro_batch, evaluation_batch or max(EVALUATION_BATCH, micro_batch)

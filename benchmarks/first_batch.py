@@ -137,7 +137,7 @@ def first_batch(root: str, order: str, cache: Path) -> tuple[float, float]:
     began = time.time()
     splits = load_splits(config.data, 0)
     plan = create_plan(config, len(splits.train), 1, 1, 1)
-    made = create_input(config, accelerator, splits, 12, torch.channels_last, plan, BATCH)
+    made = create_input(config, accelerator, splits, 12, torch.channels_last, plan)
     made["sampler"].seek(0)
     next(iter(made["training"].batches))
     return began, time.time()

@@ -94,7 +94,7 @@ def accel_train(name: str, order: str, root: str, cache: Path, storage: SlowStor
     if storage is not None:
         slowed(splits.train, storage)
     plan = create_plan(config, len(splits.train), 1, 1, 1)
-    made = create_input(config, accelerator, splits, SIZE, torch.channels_last, plan, BATCH)
+    made = create_input(config, accelerator, splits, SIZE, torch.channels_last, plan)
     for epoch in range(EPOCHS):
         made["sampler"].seek(epoch)
         yield (int(batch["weights"].sum()) for batch in made["training"].batches)

@@ -108,8 +108,6 @@ def bench(
             seconds = workload.bare_seconds(5, warm_up=3) / 5
             updates = broadcast_from_main(accelerator, lambda: max(FEWEST_UPDATES, math.ceil(ROUND_SECONDS / seconds)))
         warm_up = max(1, min(config.log_every_updates, updates // 4))
-        if config.micro_batch_size == "auto":  # all rounds use what was found
-            config = dataclasses.replace(config, micro_batch_size=plan.micro_batch)
         del workload, splits
         _clear(accelerator)
         measured = []

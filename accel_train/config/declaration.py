@@ -19,7 +19,7 @@ class Bound:
     expected: str
     """In words, as in "expected a number greater than 0"."""
     is_within: Callable[[Any], bool]
-    """Not asked for None, and for "auto" where it is a value of the option's type."""
+    """Not asked for None."""
     full_name: Callable[[str], str] | None = None
     """The name that the configuration has for one that users may write."""
     names: tuple[str, ...] = ()

@@ -72,8 +72,7 @@ def out_of_bounds(config: Config) -> dict[str, str]:
     mistakes: dict[str, str] = {}
     for key, bound in declared(Bound):
         setting = value(config, key)
-        is_free = setting is None or (setting == "auto" and is_or_contains(option_types()[key], Literal["auto"]))
-        if not is_free and not bound.is_within(setting):
+        if setting is not None and not bound.is_within(setting):
             mistakes[key] = bound.expected
     for key in option_types():
         setting = value(config, key)

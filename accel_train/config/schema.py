@@ -61,11 +61,11 @@ class Config:
     ] = 64
     """Samples per optimizer update, over all processes."""
     micro_batch_size: Annotated[
-        int | Literal["auto"] | None,
+        int | None,
         POSITIVE,
         Free("how an update is computed, not its result"),
     ] = None
-    """Most samples per process and forward pass; determines gradient accumulation. auto: as many as fit on a GPU."""
+    """Most samples per process and forward pass; determines gradient accumulation."""
     virtual_batch_size: Annotated[int | None, POSITIVE] = None
     """Samples that BatchNorm normalises together, on any number of processes; default: by the batch size, 16 to 32."""
     bitwise: bool = False

@@ -77,20 +77,6 @@ class InputPipeline:
                 raise batch
             yield batch
 
-    def blank_batch(self, source: Source, count: int) -> dict[str, Any]:
-        """A batch of `count` black images of this pipeline's `source`, with the shapes and types of real ones."""
-        transform, device = self.transform, self.transform.steps.device
-        images = torch.zeros(1, len(transform.planes), transform.size, transform.size, dtype=torch.uint8)
-        if not transform.per_image:
-            images = torch.zeros_like(torch.as_tensor(source.fetch([0])))
-        numbers, weights = torch.arange(count), torch.ones(count)
-        labels = torch.zeros_like(source.labels[:1]).repeat(count, *(1,) * (source.labels.ndim - 1))
-        batch = {"ids": numbers, "keys": numbers, "labels": labels, "weights": weights}
-        if transform.draw_parameters is not None:
-            batch["parameters"] = transform.draw_parameters(numbers, weights)
-        batch = {name: values.to(device) for name, values in batch.items()}
-        return {"images": images.to(device).repeat(count, 1, 1, 1), "host_ids": numbers.numpy(), **batch}
-
 
 def create_input(
     config: Config,
@@ -99,12 +85,10 @@ def create_input(
     size: int,
     memory_format: torch.memory_format,
     plan: Plan,
-    evaluation_batch: int,
 ) -> dict[str, Any]:
     """The fields of TrainingSetup that depend on how many samples a process computes at once. Collective.
 
-    `size` and `memory_format`: of the model's input in training. `evaluation_batch`: the largest number of samples of a
-    process in one forward pass of evaluation.
+    `size` and `memory_format`: of the model's input in training.
     """
 
     def pipeline(config: Config, source: Source, sampler: IndexSampler, **options: Any) -> InputPipeline:
@@ -113,6 +97,7 @@ def create_input(
 
     sampler = create_sampler(config, splits, plan)
     training = pipeline(config, splits.train, sampler, training=True, size=size)
+    evaluation_batch = max(EVALUATION_BATCH, plan.micro_batch)
     of_evaluation = {"training": False, "size": config.model.eval_image_size or size}
 
     def evaluation(source: Source) -> InputPipeline:

@@ -1,20 +1,17 @@
-"""The memory of a device: the largest micro-batch that fits, found by trying; and what to say when memory runs out."""
+"""The memory of a device: what to say when it runs out, and how much of it an update takes."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
 
-from accel_train.config.schema import Config
-from accel_train.data.memory import all_agree
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError, counted
 from accel_train.models.trial import restored
@@ -24,20 +21,6 @@ LESS_MEMORY = "use --model.gradient-checkpointing true, a smaller model or a sma
 _OF_LIBRARIES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOC")
 
 
-def searches(config: Config, accelerator: Accelerator) -> bool:
-    """Whether the size of a micro-batch is found by trying: --micro-batch-size auto on an accelerator.
-
-    On a CPU, memory does not end at a clear limit. Bitwise, a micro-batch is one virtual batch. Raises UserError if
-    processes compute together during a pass: one that runs out of memory would leave the others waiting for it.
-    """
-    if config.micro_batch_size != "auto" or config.bitwise or accelerator.device.type == "cpu":
-        return False
-    if accelerator.num_processes > 1 and (accelerator.is_fsdp2 or config.model.sync_batchnorm):
-        what = "FSDP2" if accelerator.is_fsdp2 else "model.sync-batchnorm"
-        raise UserError(f"--micro-batch-size auto: not available with {what} on several processes; give a number.")
-    return True
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the device has too little memory."""
     if isinstance(error, torch.OutOfMemoryError):
@@ -45,38 +28,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         should_reduce_batch_size(error) or any(words in str(error) for words in _OF_LIBRARIES)
     )
-
-
-def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], None], accelerator: Accelerator) -> int | None:
-    """Return the largest of `sizes`, which are in increasing order, that fits on every process; None if none does.
-
-    `attempt` computes with a size, without talking to other processes. All processes try the same sizes at the same
-    time, because some may share a device. Collective.
-    """
-    fitting, failing = -1, len(sizes)  # indices: all sizes up to the first fit, all from the second on do not
-    index = failing - 1  # the largest first: often it fits
-    while fitting < index < failing:
-        if _fits(attempt, sizes[index], accelerator):
-            fitting = index
-        else:
-            failing = index
-        index = (fitting + failing) // 2
-    return sizes[fitting] if fitting >= 0 else None
-
-
-def _fits(attempt: Callable[[int], None], size: int, accelerator: Accelerator) -> bool:
-    """Whether the attempt with a size fits on every process. Collective."""
-    clear_device_cache(garbage_collection=True)
-    try:
-        attempt(size)
-        fits = True
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        fits = False
-    # What an attempt has left, and the error that held its tensors, must be gone before memory is needed again.
-    clear_device_cache(garbage_collection=True)
-    return all_agree(accelerator, fits)
 
 
 @contextmanager
@@ -95,7 +46,8 @@ def as_in_training(model: nn.Module, optimizer: Any, device: torch.device) -> It
     try:
         torch.backends.cudnn.benchmark = False  # it would remember choices that it made with less free memory
         with restored(model, device):
-            set_gradients(model, present=True)
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             yield
     finally:
@@ -105,13 +57,6 @@ def as_in_training(model: nn.Module, optimizer: Any, device: torch.device) -> It
                 parameter.copy_(value)
         optimizer.load_state_dict(state)
         clear_device_cache(garbage_collection=True)
-
-
-def set_gradients(model: nn.Module, *, present: bool) -> None:
-    """Give each trained parameter a gradient of zeros, or none."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter) if present else None
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from accel_train.errors import UserError, counted, first_of, one_line
 from accel_train.launch.precision import precision, precision_notice
 from accel_train.models.batchnorm import has_batchnorm
 from accel_train.optim.loss import check_labels
-from accel_train.optim.micro_batch import searches
 from accel_train.optim.schedule import check_schedule
 from accel_train.records.cost import Ledger
 from accel_train.records.metrics import count_classes, figures_for
@@ -64,8 +63,7 @@ def describe(
         "model": f"{model_name} for {size}x{size} pixels, {parameters:,} parameters",
         "weights": loaded,
         "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",
-        "batch": f"{plan.division}; {counted(plan.updates_per_epoch, 'update')} an epoch"
-        + "; the most images that fit" * searches(config, accelerator),
+        "batch": f"{plan.division}; {counted(plan.updates_per_epoch, 'update')} an epoch",
         "run": str(config.output_dir),
     }
     return [f"{name:<8}{text}" for name, text in lines.items() if text]
@@ -158,12 +156,11 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
     processes, notice = accelerator.num_processes, precision_notice(accelerator)
     virtual_batch, accumulation = _divide_without_data(config, accelerator)
     division = Plan(config.batch_size, config.batch_size, processes, accumulation, virtual_batch=virtual_batch)
-    found = "found at the start, as many samples as fit" * searches(config, accelerator)
     lines = [
         f"# processes: {processes}",
         f"# precision: {precision(accelerator)}" + (f" ({notice})" if notice else ""),
-        f"# accumulation: {found or accumulation}",
-        f"# samples of a process in one forward pass: {found or division.micro_batch}",
+        f"# accumulation: {accumulation}",
+        f"# samples of a process in one forward pass: {division.micro_batch}",
         f"# samples of a virtual batch: {virtual_batch}",
         *[f"# shares: {division.division}"] * (division.empty > 0),
     ]

@@ -18,7 +18,6 @@ from accel_train.errors import is_terminal, one_line
 from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
 from accel_train.launch.parent import elastic_advice
 from accel_train.launch.precision import precision, precision_notice
-from accel_train.optim.micro_batch import searches
 from accel_train.ownership.lease import Lease
 from accel_train.records.console import Console
 from accel_train.records.cost import Ledger
@@ -170,8 +169,6 @@ def announcement(
         checkpoint=checkpoints.last_saved,
         directory=checkpoints.folder.parent,
     )
-    if searches(config, accelerator) and not setup.verdict.together:
-        yield Noted("micro-batch found", {"micro_batch": plan.micro_batch, "accumulation": plan.accumulation})
     if resumed:
         yield Noted("resumed", {"update": state.update, "processes": plan.processes})
     if resumed or ledger.repeated_updates:

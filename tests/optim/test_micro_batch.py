@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
-from pathlib import Path
 
-import helpers
 import numpy as np
 import pytest
 import torch
@@ -18,45 +15,6 @@ from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
 from accel_train.optim.micro_batch import as_in_training, evaluation_advice, memory_advice, training_advice
 from accel_train.optim.optimizer import create_optimizer
-
-# Each process may use another amount of memory, and the system refuses more: sizes are of 256 MB each. Whatever fits
-# leaves half a gigabyte: gloo's threads start when they are needed, and a thread without memory ends its process.
-TWO_PROCESSES = """
-import json, resource, sys
-import psutil, torch
-from accel_train.launch.accelerator import create_accelerator
-from accel_train.launch.environment import prepare_environment
-from accel_train.optim.micro_batch import largest_that_fits
-
-launch = prepare_environment()
-accelerator = create_accelerator(launch)
-free = (8 << 30, 2 << 30)[launch.rank]
-limit = psutil.Process().memory_info().vms + free
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-tried = []
-
-def attempt(size):
-    tried.append(size)
-    torch.empty(size << 28, dtype=torch.uint8)
-
-sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
-found = largest_that_fits(sizes, attempt, accelerator)
-none, all = (largest_that_fits(sizes, attempt, accelerator) for sizes in ([48, 96], [1, 2]))
-with open(f"{sys.argv[1]}/{launch.rank}", "w") as file:
-    json.dump([found, tried[: tried.index(96)], none, all], file)
-"""
-
-
-def test_the_process_with_the_least_memory_decides(tmp_path: Path) -> None:
-    done = helpers.python("-c", TWO_PROCESSES, tmp_path, processes=2)
-    assert done.returncode == 0, done.stderr
-    first, second = (json.loads((tmp_path / rank).read_text()) for rank in ("0", "1"))
-    assert first == second, "all processes try the same sizes"
-    found, tried, none, everything = first
-    # The second process has 2 GB, of which it needs some for itself; the first could take 24 times 256 MB.
-    assert found in (3, 4, 6)
-    assert len(tried) <= 5, "not all ten sizes are tried"
-    assert (none, everything) == (None, 2)
 
 
 @pytest.mark.slow

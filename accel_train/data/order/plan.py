@@ -271,8 +271,8 @@ def divide_batch(config: Config, processes: int, *, batchnorm: bool, apart: bool
 
     `batchnorm`: whether the model has BatchNorms that count over virtual batches. `apart`: each forward pass must have
     one virtual batch (models/trial.py), which is as large as for a BatchNorm. If nothing depends on virtual
-    batches (mix_mode batch does), they are single samples, or the pairs that are mixed. With micro_batch_size "auto"
-    there is no limit here: the size that fits is found later. Raises UserError if the batch cannot be divided.
+    batches (mix_mode batch does), they are single samples, or the pairs that are mixed. Raises UserError if the batch
+    cannot be divided.
     """
     canonical_nodes(config)  # may raise
     mixes = config.augment.mixes
@@ -291,7 +291,7 @@ def divide_batch(config: Config, processes: int, *, batchnorm: bool, apart: bool
             "option out."
         )
     # Bitwise, each forward pass has one virtual batch: another shape could choose another kernel.
-    limit = None if config.micro_batch_size == "auto" else config.micro_batch_size
+    limit = config.micro_batch_size
     if (config.bitwise or apart) and (limit or unit) >= unit:
         limit = unit
     return unit, accumulation_steps(config.batch_size, processes, limit, unit=unit, why=why)
