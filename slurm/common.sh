@@ -331,7 +331,6 @@ launch_node() {
     local nodes=$1 node=$2 processes=$PROCESSES_PER_NODE
     shift 2
     if ((nodes * processes == 1)); then # no launcher: it would not pass on signals to a single process
-        unset PBS_NODENUM PBS_TASKNUM # pbsdsh starts one process here, not one for each line of the node file
         unset MASTER_ADDR MASTER_PORT # there is no other process to connect to
         become_rank "$@"
     fi

@@ -108,7 +108,7 @@ def commands_in(script: str) -> Iterator[list[str]]:
 
 def unwrapped(words: list[str]) -> Iterator[list[str]]:
     """A command; of one that starts bash -c SCRIPT NAME WORD…, the commands of SCRIPT."""
-    if words[0] in ("srun", "pbsdsh"):
+    if words[0] == "srun":
         at = words.index("-c")
         yield from commands_in(words[at + 1].replace('"$@"', shlex.join(words[at + 3 :])))
     else:

@@ -48,7 +48,7 @@ MPI_VARIABLES = (  # rank, world size, local rank, local world size
 SPINS = "5000"
 INTERRUPTED = 130  # exit code after Ctrl-C
 NEED_NO_MAPPING = ("none", "accelerate", "torchrun", "environment")  # launchers that set what Accelerate reads
-RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PBS_NODENUM")
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _detect(env: Mapping[str, str], above: Sequence[Ancestor] | None = None) -> 
             counts += [int(count)] * int(repeats or 1)
         local = counts[number("SLURM_NODEID")]
         return Launch("srun", number("SLURM_PROCID"), tasks, number("SLURM_LOCALID"), local)
-    return _pbs_task(env) or Launch("accelerate" if accelerate else "none")
+    return Launch("accelerate" if accelerate else "none")
 
 
 def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
@@ -164,34 +164,6 @@ def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
             every_process=False,
         )
     return int(value)
-
-
-def _pbs_task(env: Mapping[str, str]) -> Launch | None:
-    """The launch of a process that pbsdsh started, one for each line of the node file. None for other processes of a
-    job, such as its script.
-    """
-    node = _number(env, "PBS_NODENUM", "0")  # number of the host
-    # PBS_TASKNUM is hexadecimal: 00000001 is the job script, 0000000A the ninth task that it starts.
-    if node == 0 and env.get("PBS_TASKNUM", "1").lstrip("0") == "1":
-        return None
-    file = env.get("PBS_NODEFILE", "")
-    try:
-        lines = read_regular_file(Path(file), follow=True).decode(errors="replace").split()
-    except OSError:
-        raise UserError(
-            f"pbsdsh started this process, but PBS_NODEFILE ({file!r}) cannot be read on this host. Copy that file "
-            "to a folder that all nodes share, and set PBS_NODEFILE to the copy in the command that pbsdsh starts.",
-            every_process=False,
-        ) from None
-    if "PBS_VNODENUM" not in env and len(set(lines)) < len(lines):  # Torque sets it
-        raise UserError(
-            f"pbsdsh started {len(lines)} processes on {len(set(lines))} hosts, and PBS does not tell those of one "
-            "host apart. Request mpiprocs=1, or use pbs/train.pbs or mpirun." + how_to_get("pbs/train.pbs"),
-            every_process=False,
-        )
-    rank = _number(env, "PBS_VNODENUM", str(node))
-    host = lines[rank] if rank < len(lines) else ""
-    return Launch("pbsdsh", rank, len(lines), lines[:rank].count(host), lines.count(host)) if len(lines) > 1 else None
 
 
 def _in_slurm_step(env: Mapping[str, str], above: Sequence[Ancestor] | None = None) -> bool:

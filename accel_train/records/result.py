@@ -200,8 +200,6 @@ def resume_command(launch: Launch, run: Path, *options: str) -> str:
         return f"{shlex.join(_launcher_words()) or unknown} {recipe}{others}"
     if launch.launcher == "srun":
         return f"srun --ntasks={launch.world_size} … {program}"
-    if launch.launcher == "pbsdsh":
-        return f"pbsdsh … {program}"
     if launch.launcher == "environment":
         return f"{program}, with RANK, WORLD_SIZE and MASTER_ADDR set as before"
     return f"mpirun -n {launch.world_size} … {program}"

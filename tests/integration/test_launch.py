@@ -107,56 +107,6 @@ def test_the_process_that_started_a_step_says_what_it_is(
     assert _detect(env, above) == expected
 
 
-PBS_SCRIPT = {"PBS_JOBID": "123.server", "PBS_NODENUM": "0", "PBS_TASKNUM": "1", "PBS_ENVIRONMENT": "PBS_BATCH"}
-
-
-def test_what_pbsdsh_sets_is_understood(tmp_path: Path) -> None:
-    def found(lines: str, **env: str) -> Launch:
-        (tmp_path / "nodes").write_text(lines.replace(" ", "\n") + "\n")
-        env = PBS_SCRIPT | {"PBS_NODEFILE": str(tmp_path / "nodes")} | env
-        launch = _detect(env)
-        _check_promise(launch, env)
-        if launch.launcher == "pbsdsh":
-            assert _rendezvous_address(launch, env) == (lines.split()[0], 20123)
-        return launch
-
-    assert found("a b") == Launch()  # the job script itself
-    # OpenPBS: the number of the host, and of the task within the job
-    assert found("a b", PBS_TASKNUM="2") == Launch("pbsdsh", 0, 2, 0, 1)
-    assert found("a b", PBS_NODENUM="1") == Launch("pbsdsh", 1, 2, 0, 1)
-    assert found("a", PBS_TASKNUM="2") == Launch()
-    # its number is hexadecimal: seen as 00000001 in the script, 40000001 on another host, and 0000000A is the tenth
-    assert found("a b", PBS_TASKNUM="00000001") == Launch()
-    assert found("a b", PBS_TASKNUM="0000000A") == Launch("pbsdsh", 0, 2, 0, 1)
-    assert found("a b", PBS_TASKNUM="4000000B", PBS_NODENUM="1") == Launch("pbsdsh", 1, 2, 0, 1)
-    # Torque: of the line, too
-    assert found("a a b b", PBS_NODENUM="1", PBS_VNODENUM="3") == Launch("pbsdsh", 3, 4, 1, 2)
-    # a launcher, or mpirun, that pbsdsh or mpirun itself has started so
-    assert found("a a", PBS_TASKNUM="2", **TORCHRUN).launcher == "torchrun"
-    assert found("a b", PBS_TASKNUM="2", **OPEN_MPI).launcher == "Open MPI"
-    with pytest.raises(UserError, match="4 processes on 2 hosts, and PBS does not tell those of one host apart"):
-        found("a a b b", PBS_NODENUM="1")
-    with pytest.raises(UserError, match=r"PBS_NODEFILE \('/nowhere'\) cannot be read on this host"):
-        found("a b", PBS_NODENUM="1", PBS_NODEFILE="/nowhere")
-
-
-def test_pbsdsh_makes_one_world(tmp_path: Path) -> None:
-    (tmp_path / "nodes").write_text("127.0.0.1\n127.0.0.2\n")
-    file, job = str(tmp_path / "nodes"), f"{helpers.free_port()}.server"
-    hosts = [
-        helpers.Captured(
-            [PROGRAM], environment(PBS_JOBID=job, PBS_NODEFILE=file, PBS_NODENUM=str(host), PBS_TASKNUM="2")
-        )
-        for host in range(2)
-    ]
-    codes, worlds, text = finish(*hosts)
-    assert codes == [0, 0], text
-    assert [(w["launcher"], w["rank"], w["sum"], w["local"]) for w in worlds] == [
-        ("pbsdsh", 0, 2, [0, 1]),
-        ("pbsdsh", 1, 2, [0, 1]),
-    ]
-
-
 @pytest.mark.parametrize(
     ("env", "message"),
     [
