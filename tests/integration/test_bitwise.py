@@ -16,7 +16,6 @@ import pytest
 from test_restart import lines
 from torchvision.transforms.functional import to_pil_image
 
-from accel_train.config.schema import Data
 from accel_train.data.sources.synthetic import Synthetic
 
 ODD_MODELS = Path(__file__).parent.parent / "odd_models.py"
@@ -56,7 +55,7 @@ def trained(run: Path, words: str, processes: int, **options: Any) -> None:
 def photographs(folder: Path) -> Path:
     """JPEG files of several sizes in train/ and test/."""
     for split, count in (("train", 80), ("test", 16)):
-        images = Synthetic(Data(image_size=64, classes=2), split, 0, count)
+        images = Synthetic(split, 0, count, 3, 64)
         for number in range(count):
             path = folder / split / "ab"[number % 2] / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import helpers
 import pytest
@@ -39,7 +40,10 @@ def made(file: Path, text: str, epochs: int = 12, **settings: object) -> tuple[L
     schedule = Schedule(name=f"{file}:factor", **settings)  # type: ignore[arg-type]
     length = {"updates": epochs * UPDATES, "updates_per_epoch": UPDATES}
     factors = own_factors(schedule, Accelerator(), **length)
-    groups = [{"params": [nn.Parameter(torch.zeros(1))]}, {"params": [nn.Parameter(torch.zeros(1))], "lr_scale": 0.5}]
+    groups: list[dict[str, Any]] = [
+        {"params": [nn.Parameter(torch.zeros(1))]},
+        {"params": [nn.Parameter(torch.zeros(1))], "lr_scale": 0.5},
+    ]
     optimizer = torch.optim.SGD(groups, lr=0.4)
     return LearningRate(schedule, optimizer, **length, factors=factors), optimizer
 

@@ -24,7 +24,7 @@ def rate_at(update: int, schedule: Schedule, epochs: int, lr: float = 0.1) -> fl
     return float(optimizer.param_groups[0]["lr"])
 
 
-def line(schedule: Schedule, changed: list[str], *, lr: float, epochs: float, updates: int, **rates: float) -> str:
+def line(schedule: Schedule, changed: list[str], *, lr: float, epochs: float, updates: int, **rates: Any) -> str:
     config = Config(schedule=schedule, optim=Optim(lr=lr), epochs=epochs)
     plan = Plan(UPDATES, batch_size=1, processes=1, accumulation=1, updates=updates)
     return schedule_change(config, plan, changed, **rates)

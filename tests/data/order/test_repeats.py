@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.config.schema import Augment, Config, Data
+from accel_train.config.schema import Augment, Config
 from accel_train.data.order.plan import Plan, divide_batch, epoch_length
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.synthetic import Synthetic
@@ -92,7 +92,7 @@ def test_without_repeats_nothing_is_rounded_and_few_samples_are_all_used() -> No
 @pytest.mark.ci
 def test_a_workers_batch_has_the_numbers_of_the_copies_on_the_host_too() -> None:
     """A worker moves the keys to shared memory: an array that shared theirs would have what is there afterwards."""
-    source = Synthetic(Data(image_size=8, classes=2), "train", 0, 96)
+    source = Synthetic("train", 0, 96, 3, 8)
     sampler = TrainingSampler(Plan(96, 48, 1, 1), 7, repeats=3, samples=96)
     loader = create_loader(
         source, sampler, Augment(), training=True, size=8, seed=7, workers=1, device=torch.device("cpu")
