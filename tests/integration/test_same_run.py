@@ -36,10 +36,10 @@ def together(processes: list[dict[str, Any]], case: str) -> list[Any]:
 
 @pytest.mark.slow
 class TestFeeds:
-    @pytest.mark.parametrize("augment", ["turned", "mixed", "policy"])
+    @pytest.mark.parametrize("augment", ["turned", "mixed", "policy", "own"])
     def test_the_same_samples_pixels_and_targets_in_the_same_order(self, feeds: dict, augment: str) -> None:
         cases = [case for case in feeds[1][0]["fed"] if case.startswith(augment) and "from" not in case]
-        assert len(cases) == (1 if augment == "policy" else 3)
+        assert len(cases) == (1 if augment in ("policy", "own") else 3)
         expected = together(feeds[1], cases[0])
         ids = [sample[0] for sample in expected]
         word = key(3, 1, "order")
