@@ -1,4 +1,4 @@
-"""Layers that are not trained: the whole body, or some by their names or their depth; for the whole run, or at first.
+"""Layers that are not trained: the whole body, or some by their names; for the whole run, or at first.
 
 A layer that is frozen for the whole run gets no gradients. One that is trained after model.freeze-epochs gets them from
 the beginning, because DDP must know all parameters that will ever have some; until then they are thrown away before the
@@ -8,19 +8,13 @@ optimizer sees them. So the optimizer's state of such a layer begins with its fi
 from __future__ import annotations
 
 from itertools import chain
-from types import SimpleNamespace
-from typing import Any
 
-from timm.models import group_parameters
 from torch import nn
 
 from accel_train.config.schema import Model
 from accel_train.errors import UserError, nearest
 from accel_train.models.classifier import required_classifier
 from accel_train.models.wrapping import plain_name, unwrap_model
-
-Layers = list[frozenset[str]]
-"""The names of the parameters and buffers of each layer, from the input to the output."""
 
 
 def freeze(model: nn.Module, settings: Model) -> None:
@@ -70,19 +64,10 @@ def drop_frozen_gradients(model: nn.Module) -> None:
 
 def _first_frozen(model: nn.Module, settings: Model) -> frozenset[str]:
     """The parameters and buffers that are frozen at first."""
-    layers = _layers(model)
-    names = [name for layer in layers for name in layer]
+    names = [plain_name(name) for name, _ in chain(model.named_parameters(), model.named_buffers())]
     if settings.freeze_body:
         heads = tuple(f"{head}." for head in required_classifier(model, "--model.freeze-body"))
         chosen = {name for name in names if not name.startswith(heads)}
-    elif len(settings.freeze) == 1 and settings.freeze[0].isdecimal():
-        count = int(settings.freeze[0])
-        if not 0 < count < len(layers):
-            raise UserError(
-                f"model.freeze: expected the names of layers, or a number from 1 to {len(layers) - 1} (this model has "
-                f"{len(layers)} layers), found '{count}'."
-            )
-        chosen = {name for layer in layers[:count] for name in layer}
     else:
         chosen = set()
         for asked in settings.freeze:
@@ -96,20 +81,3 @@ def _first_frozen(model: nn.Module, settings: Model) -> frozenset[str]:
                 )
             chosen |= found
     return frozenset(chosen)
-
-
-def _layers(model: nn.Module) -> Layers:
-    """All layers of a model: those in which timm divides its own, else the modules at the top of the model."""
-    names = [plain_name(name) for name, _ in chain(model.named_parameters(), model.named_buffers())]
-    if hasattr(model, "group_matcher"):
-        matcher: Any = model.group_matcher
-        named: Any = SimpleNamespace(named_parameters=lambda: ((name, None) for name in names))  # and buffers
-        groups = group_parameters(named, matcher(coarse=True))
-        return [frozenset(groups[number]) for number in sorted(groups)]
-    prefix, children = "", [*model.named_children()]
-    while len(children) == 1:  # a model that only wraps another one
-        prefix, children = f"{prefix}{children[0][0]}.", [*children[0][1].named_children()]
-    tops = dict.fromkeys(name.removeprefix(prefix).partition(".")[0] for name in names)
-    order = [name for name, _ in children if name in tops]
-    order += [top for top in tops if top not in order]  # parameters of the model itself
-    return [frozenset(n for n in names if n.removeprefix(prefix).partition(".")[0] == top) for top in order]

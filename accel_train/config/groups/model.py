@@ -35,7 +35,7 @@ class Model:
     freeze_body: bool = False
     """Train only the last layer; BatchNorm statistics of the other layers do not change."""
     freeze: tuple[str, ...] = ()
-    """Layers not to train, by names such as conv1 layer1; or how many layers, from the input: 3."""
+    """Layers not to train, by their names, such as conv1 layer1."""
     freeze_epochs: Annotated[int | None, POSITIVE, STARTS_IN_EPOCH] = None
     """Train what is frozen, too, after this many epochs; default: never."""
     dropout: Annotated[float | None, FRACTION] = None
