@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from accel_train.launch.environment import prepare_environment
 
@@ -44,7 +42,7 @@ from accel_train.data.order.plan import Plan  # noqa: E402
 from accel_train.data.order.samplers import TrainingSampler  # noqa: E402
 from accel_train.data.sources.files.images import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
 from accel_train.data.sources.load import load_splits  # noqa: E402
-from accel_train.data.tools.cache_writer import write_cache  # noqa: E402
+from accel_train.data.tools.shards import write_shards  # noqa: E402
 from accel_train.data.torch_loader import create_loader  # noqa: E402
 from accel_train.data.transforms.batch import BatchTransform  # noqa: E402
 from accel_train.launch.accelerator import create_accelerator  # noqa: E402
@@ -56,6 +54,7 @@ MEMORY = {  # task of tasks.py, augmentation with torchvision, augmentation with
     "cifar10": ("cifar10_resnet18", CROP_AND_FLIP, Augment(crop="random", pad=4, flip=0.5)),
 }
 FILES, FILE_BATCH, SIZE = 128, 64, 224
+ENCODINGS: tuple[Literal["jpeg", "raw"], ...] = ("jpeg", "raw")
 AHEAD = 4  # batches: two for each worker of a DataLoader
 IDLE_SECONDS = 0.5  # after it workers have filled their queues and no longer disturb the next measurement
 TURN_SECONDS = 0.5
@@ -128,16 +127,13 @@ class ImageFolder(Dataset[Any]):
 
 
 def from_files(folder: Path) -> dict[str, Inputs]:
-    """Return the input from a folder with PIL and with accel_train, and from accel_train's caches of it."""
+    """Return the input from a folder with PIL and with accel_train, and from accel_train's shards of it."""
     root = folder / "photographs"
     write_files(root)
     data = {"accel_train, folder": Data(name="folder", root=root)}
-    for encoding in ("jpeg", "raw"):
-        with redirect_stdout(io.StringIO()):
-            write_cache(
-                Data(name="folder", root=root), folder / encoding, short_side=256, encoding=encoding, processes=1
-            )
-        data[f"accel_train, {encoding} cache"] = Data(name="cache", root=folder / encoding)
+    for encoding in ENCODINGS:
+        write_shards(Data(name="folder", root=root), folder / encoding, encoding=encoding, processes=1)
+        data[f"accel_train, {encoding} shards"] = Data(name="wds", root=folder / encoding)
     loader = DataLoader(ImageFolder(root), FILE_BATCH, shuffle=True)
     ways = {"torchvision + PIL, folder": by_torchvision(loader)}
     return ways | {name: on_this_core(each) for name, each in data.items()}

@@ -233,7 +233,7 @@ def test_each_command_is_accepted(page: str) -> None:
     [
         "accel-train train mnist_cnn --epoch 3",
         "accel-train train mnist --epochs 3",
-        "accel-train cache-data folder --out x",
+        "accel-train shards folder out --short x",
         "accel-train tain mnist_cnn",
         "acel-train train mnist_cnn",
         "python -m accel_train.trian mnist_cnn",
@@ -557,7 +557,6 @@ def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> 
         "report",
         "runs",
         "check-data",
-        "cache-data",
         "index",
         "shards",
         "doctor",
@@ -565,7 +564,7 @@ def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> 
         "preview",
     }
     assert [words for words, code in codes if code != 0] == []
-    for name in ("run/result.json", "run/evaluation-test.json", "pets.cache", "unreadable-PetImages.txt"):
+    for name in ("run/result.json", "run/evaluation-test.json", "unreadable-PetImages.txt"):
         assert (tmp_path / name).is_file(), name
     result = json.loads((tmp_path / "stripes" / "result.json").read_text())
     assert result["settings"]["data.name"] == "stripes.py:data"

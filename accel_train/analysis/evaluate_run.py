@@ -103,9 +103,9 @@ def _open(run: Path, overrides: Sequence[str], *, trust_code: bool) -> tuple[Con
 
 
 def _load_data(config: Config, info: ModelInfo, run: Path) -> Splits:
-    """The data. Image files without a range of their own get that of the model, whose images a cache may have had."""
+    """The data. Image files without a range of their own get that of the model."""
     splits = splits_of(config, record=run)
-    if info.range is None or splits.value_range is not None or config.data.name == "cache":
+    if info.range is None or splits.value_range is not None:
         return splits
     if not isinstance(unwrap_subset(splits.train)[0], EncodedImages):
         return splits

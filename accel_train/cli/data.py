@@ -1,4 +1,4 @@
-"""`accel-train check-data`, `cache-data`, `shards` and `index`: the images of a dataset, before training."""
+"""`accel-train check-data`, `shards` and `index`: the images of a dataset, before training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config, Data
 from accel_train.data.sources.root import check_root
 from accel_train.errors import UserError, print_line
-from accel_train.launch.process import available_cores
 from accel_train.user_code.reference import resolve
 
 
@@ -52,7 +51,7 @@ class _Images(_Data):
     max_pixels: int = Data.max_pixels
     """Count larger images as unreadable, as --data.max-pixels does."""
     processes: int | None = None
-    """Processes that decode; default: all cores."""
+    """Processes that read or decode; default: all cores."""
 
     def mistakes(self) -> list[str]:
         wrong = below_one(processes=self.processes, max_pixels=self.max_pixels) + _wrong_range(self.range)
@@ -81,36 +80,13 @@ class CheckData(_Images):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheData(_Images):
-    """Decode and shrink the images of a dataset into a single cache file, which is read many times faster.
-
-    Train on it with --data.name cache --data.root FILE. If the command is killed, the same command continues where it
-    stopped. If images cannot be read, they are listed, the finished part is kept, and the exit code is 1.
-    """
-
-    output: Path | None = None
-    """The file to write (required)."""
-    short_side: int = 256
-    """Shrink larger images to this short side, in pixels; the whole image is kept."""
-    encoding: Literal["raw", "jpeg"] = "raw"
-    """raw: pixels, the fastest to read; jpeg (quality 90): about a tenth of the space."""
-    channels: int = 3
-    """3 or 1, as in --data.channels: 1 converts images to greyscale."""
-    skip_unreadable: Path | None = None
-    """Leave out the images in this list, as in --data.skip-unreadable."""
-
-    def mistakes(self) -> list[str]:
-        wrong = [] if self.channels in (1, 3) else [f"--channels: expected 1 or 3, found {self.channels}."]
-        return below_one(short_side=self.short_side) + wrong + super().mistakes()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shards(_Data):
+class Shards(_Images):
     """Write a dataset as WebDataset shards, tar files that are read from their beginning to their end, into OUTPUT.
 
     Train on it with --data.name wds --data.root OUTPUT: images, labels, classes and splits are the same. Image files
-    are copied, arrays become PNG. The samples are shuffled, because shards of a single class make bad batches for a
-    reader that has only a few shards at a time. If the command is killed, the same command continues.
+    are copied, arrays become PNG; or images are made smaller. The samples are shuffled, because shards of a single
+    class make bad batches for a reader that has only a few shards at a time. If the command is killed, the same command
+    continues.
     """
 
     output: Annotated[Positional[Path], arg(metavar="OUTPUT")]
@@ -119,6 +95,13 @@ class Shards(_Data):
     """Largest size of a shard, such as 64MB or 1GB."""
     shard_samples: int | None = None
     """Largest number of samples in a shard."""
+    encoding: Literal["copy", "jpeg", "raw"] = "copy"
+    """copy: the images' own files; jpeg: made smaller, quality 90; raw: made smaller and stored as pixels in PPM files,
+    the fastest to read, with ten times the space of jpeg. raw keeps the order of the data."""
+    short_side: int | None = None
+    """jpeg and raw: shrink larger images to this short side, in pixels; the whole image is kept. Default: 256."""
+    channels: int = Data.channels
+    """jpeg and raw: 3 or 1, as in --data.channels: 1 converts images to greyscale."""
     keep_order: bool = False
     """Keep the order of the data, so that a training on the shards has the same batches as one on the data."""
     seed: int = 0
@@ -129,11 +112,10 @@ class Shards(_Data):
     """Write this fraction as test split, as --data.test-fraction takes them."""
     skip_unreadable: Path | None = None
     """Leave out the images in this list, as in --data.skip-unreadable."""
-    processes: int | None = None
-    """Processes that read; default: all cores."""
 
     def mistakes(self) -> list[str]:
-        wrong = below_one(shard_samples=self.shard_samples, processes=self.processes) + super().mistakes()
+        wrong = below_one(shard_samples=self.shard_samples, short_side=self.short_side) + super().mistakes()
+        wrong += [] if self.channels in (1, 3) else [f"--channels: expected 1 or 3, found {self.channels}."]
         for name, value in (("val", self.val_fraction), ("test", self.test_fraction)):
             if not 0 <= value < 1:
                 wrong.append(f"--{name}-fraction: expected at least 0 and less than 1, found {value:g}.")
@@ -194,37 +176,23 @@ def _data_to_check(options: CheckData, words: Sequence[str]) -> Data:
     return parse_settings(options.name if is_recipe else {}, words, {"data": given}).data
 
 
-def cache_data(arguments: Sequence[str]) -> int:
-    """Run `accel-train cache-data`; return the exit code."""
-    options, _ = parse_command(CacheData, arguments, "accel-train cache-data", positional=("name",))
-    if options.output is None:
-        raise UserError("accel-train cache-data: --output is missing: name the file to write.")
-    check_root(options.data())
-    with importing(options.name):
-        from accel_train.data.tools.cache_writer import write_cache
-
-    unreadable = write_cache(
-        options.data(),
-        options.output,
-        short_side=options.short_side,
-        encoding=options.encoding,
-        processes=options.processes or available_cores(),
-    )
-    return 1 if unreadable else 0
-
-
 def shards(arguments: Sequence[str]) -> int:
     """Run `accel-train shards`; return the exit code."""
     options, _ = parse_command(Shards, arguments, "accel-train shards", positional=("name", "output"))
+    changes = {"short-side": options.short_side, "range": options.range, "channels": {3: None}.get(options.channels, 1)}
+    if options.encoding == "copy" and (given := [name for name, value in changes.items() if value is not None]):
+        raise UserError(f"--{given[0]}: files are copied as they are; add --encoding jpeg or --encoding raw.")
     check_root(options.data())
     with importing(options.name):
-        from accel_train.data.tools.shards import write_shards
+        from accel_train.data.tools.shards import SHORT_SIDE, write_shards
 
     written = write_shards(
         replace(options.data(), name=resolve("data.name", options.name, Path.cwd())),
         options.output,
         shard_size=options.shard_size,
         shard_samples=options.shard_samples,
+        encoding=options.encoding,
+        short_side=options.short_side or SHORT_SIDE,
         keep_order=options.keep_order,
         seed=options.seed,
         processes=options.processes,

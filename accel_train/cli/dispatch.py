@@ -32,8 +32,7 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "completion": ("info.completion", "complete commands and options with Tab in your shell"),
     "check-data": ("data", "find unreadable and equal images of a dataset, and empty classes"),
     "index": ("data", "look through image files once, before the first training"),
-    "shards": ("data", "write a dataset as WebDataset shards, for storage that reads in order"),
-    "cache-data": ("data", "preprocess a dataset's images into a single cache file"),
+    "shards": ("data", "write a dataset as WebDataset shards: copied, made smaller, or as pixels"),
 }
 
 

@@ -92,27 +92,11 @@ def choose_place(data: Data, source: Source, accelerator: Accelerator, *, per_im
 
 def _choose_for_encoded(data: Data, source: Source, accelerator: Accelerator) -> tuple[Place, int | None]:
     """As `choose_place`, for images that are decoded one by one."""
-    from accel_train.data.sources.cache import CachedImages
     from accel_train.data.sources.user.dataset import UserDataset
 
     held, _ = unwrap_subset(source)
-    if isinstance(held, CachedImages):
-        if data.placement == "device":
-            raise UserError(
-                "--data.placement device: the images of a cache differ in size and are cropped on the host; "
-                "use host or auto."
-            )
-        if data.placement != "host":
-            return "disk", held.file.bytes
-        if not all_agree(accelerator, held.file.bytes <= free_host_bytes() // HOST_SHARE):
-            raise UserError(
-                f"--data.placement host: the cache has {_size(held.file.bytes)}, more than half of the free memory; "
-                "use auto."
-            )
-        held.file.read_ahead()
-        return "host", held.file.bytes
     if data.placement in ("device", "host"):
-        advice = "the images are files of different sizes: cache them (accel-train cache-data), or use auto"
+        advice = "the images are files of different sizes: use auto"
         if isinstance(held, UserDataset):
             advice = "the images come from your own Dataset, item by item: use auto"
         raise UserError(f"--data.placement {data.placement}: {advice}.")

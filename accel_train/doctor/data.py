@@ -154,7 +154,7 @@ def reading(exam: Examination) -> Finding:
     median = statistics.median(seconds)
     found = f"{median * 1000:.2g} ms a file (median of {len(ids)}), {file_system(exam.config.data.root)}"
     expected = f"less than {SLOW_FILE * 1000:.0f} ms, or enough data workers"
-    advice = "Copy the data to the node's disk, as one archive; or decode once: accel-train cache-data"
+    advice = "Copy the data to the node's disk, as one archive; or decode once: accel-train shards --encoding raw"
     return judged(median <= SLOW_FILE, found, expected, advice)
 
 

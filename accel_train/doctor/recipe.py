@@ -130,7 +130,7 @@ def input_speed(exam: Examination) -> Finding:
     expected = "the input is faster than the model, so that the device never waits"
     advice = "Give each process more cores (--cpus-per-task)."
     if exam.splits is not None and not exam.splits.train.in_memory:
-        advice += " Or decode less: accel-train cache-data, --data.reduced-decode true."
+        advice += " Or decode less: accel-train shards --encoding raw, --data.reduced-decode true."
     return judged(alone >= model, found, expected, advice)
 
 

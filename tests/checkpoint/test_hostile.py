@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import helpers
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -31,10 +30,8 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.cli import main
 from accel_train.config.options import parse
 from accel_train.config.schema import Data
-from accel_train.data.sources.cache import FOOTER, MAGIC, CacheFile
 from accel_train.data.sources.files.tars import tar
 from accel_train.data.sources.files.webdataset import webdataset
-from accel_train.data.tools.cache_writer import write_cache
 from accel_train.errors import UserError
 from accel_train.files import sha256
 from accel_train.optim.ema import create_ema
@@ -370,78 +367,6 @@ def test_the_name_of_a_recipe_is_no_path(name: str, tmp_path: Path, capsys: pyte
     assert main(["train", "mine.yaml"]) == 2
     assert "mine.yaml: the recipe's name is" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
-
-
-@pytest.fixture(scope="module")
-def cached(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from PIL import Image
-
-    root = tmp_path_factory.mktemp("images")
-    for kind in ("cat", "dog"):
-        (root / "train" / kind).mkdir(parents=True)
-        for number in range(3):
-            pixels = np.random.default_rng(number).integers(0, 255, (9, 7 + number, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / "train" / kind / f"{number}.png")
-    output = root / "cache"
-    assert write_cache(Data("folder", root=root), output, short_side=8, encoding="raw", processes=1) == 0
-    return output
-
-
-def rewrite(cache: Path, target: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
-    """Write a cache with another description and other columns, and with correct hashes."""
-    import hashlib
-
-    content = cache.read_bytes()
-    _, at, length, _ = FOOTER.unpack(content[-FOOTER.size :])
-    arrays = dict(np.load(io.BytesIO(content[at : at + length])))
-    described = json.loads(arrays["description"].tobytes())
-    change(described, arrays)
-    arrays["description"] = np.frombuffer(json.dumps(described).encode(), dtype=np.uint8)
-    index = io.BytesIO()
-    np.savez(index, **arrays)
-    digest = hashlib.sha256(index.getvalue()).digest()
-    target.write_bytes(content[:at] + index.getvalue() + FOOTER.pack(MAGIC, at, len(index.getvalue()), digest))
-
-
-CACHES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
-    "more images": lambda d, a: d["splits"].update(train=7),
-    "fewer than none": lambda d, a: d["splits"].update(train=7, test=-1),
-    "no training": lambda d, a: d.update(splits={"test": 6}),
-    "another split": lambda d, a: d.update(splits={"train": 3, "x": 3}),
-    "splits in words": lambda d, a: d["splits"].update(train="6"),
-    "an encoding": lambda d, a: d.update(encoding="exe"),
-    "channels": lambda d, a: d.update(channels=2),
-    "classes": lambda d, a: d.update(classes=[1, 2]),
-    "mean": lambda d, a: d.update(mean=[math.nan] * 3),
-    "std": lambda d, a: d.update(std=[0.0] * 3),
-    "one std": lambda d, a: d.update(std=[1.0]),
-    "offset": lambda d, a: a["offsets"].__setitem__(2, -5),
-    "far offset": lambda d, a: a["offsets"].__setitem__(2, 2**62),
-    "size": lambda d, a: a["sizes"].__setitem__(2, 2**63 - 1),
-    "no size": lambda d, a: a["sizes"].__setitem__(2, 0),
-    "height": lambda d, a: a["heights"].__setitem__(1, 2**32),
-    "no width": lambda d, a: a["widths"].__setitem__(1, 0),
-    "fewer labels": lambda d, a: a.update(labels=a["labels"][:3]),
-    "labels in words": lambda d, a: a.update(labels=a["labels"].astype(str)),
-    "a table": lambda d, a: a.update(checksums=a["checksums"].reshape(2, 3)),
-    "names": lambda d, a: a.update(name_ends=a["name_ends"][::-1].copy()),
-    "names beyond": lambda d, a: a["name_ends"].__setitem__(5, 10**6),
-}
-
-
-@pytest.mark.parametrize("case", CACHES)
-def test_a_cache_that_nobody_wrote_is_not_taken(case: str, cached: Path, tmp_path: Path) -> None:
-    rewrite(cached, tmp_path / "whole", lambda d, a: None)
-    assert len(CacheFile(tmp_path / "whole").columns["labels"]) == 6
-    rewrite(cached, tmp_path / "cache", CACHES[case])
-    with pytest.raises(UserError, match="is not a complete cache"):
-        CacheFile(tmp_path / "cache")
-
-
-def test_a_cache_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "cache")
-    with pytest.raises(UserError, match="a pipe, not a regular file"):
-        CacheFile(tmp_path / "cache")
 
 
 def packed(members: dict[str, bytes], sizes: dict[str, int] | None = None) -> bytes:

@@ -343,7 +343,7 @@ def test_a_mistake_causes_no_second_one(recipe: str) -> None:
 
 
 def test_the_mistakes_of_other_commands_are_told_at_once(tmp_path: Path, recipe: str) -> None:
-    from accel_train.cli.data import CacheData
+    from accel_train.cli.data import Shards
     from accel_train.cli.of_recipe.bench import Bench
     from accel_train.cli.of_run.evaluate import Evaluate
 
@@ -352,10 +352,10 @@ def test_the_mistakes_of_other_commands_are_told_at_once(tmp_path: Path, recipe:
             parse_command(cls, words, "accel-train x", **settings)
         return list(caught.value.messages)
 
-    words = ("folder", "--channels", "2", "--encoding", "jpg", "--short-side", "0", "--outptu", "x")
-    assert told_by(CacheData, *words, positional=("name",)) == [
-        "--outptu: unknown option (command line). Did you mean 'output'?",
-        "--encoding: expected one of raw, jpeg, found 'jpg' (command line). Did you mean 'jpeg'?",
+    words = ("folder", "out", "--channels", "2", "--encoding", "jpg", "--short-side", "0", "--shard-sise", "1GB")
+    assert told_by(Shards, *words, positional=("name", "output")) == [
+        "--shard-sise: unknown option (command line). Did you mean 'shard-size'?",
+        "--encoding: expected one of copy, jpeg, raw, found 'jpg' (command line). Did you mean 'jpeg'?",
         "--short-side: expected at least 1, found 0.",
         "--channels: expected 1 or 3, found 2.",
     ]

@@ -133,10 +133,10 @@ def test_processes_with_another_table_do_not_train_together(
 
 
 @pytest.mark.slow
-def test_several_labels_train_from_a_table_and_from_its_cache(
+def test_several_labels_train_from_a_table_and_from_pixels(
     images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table, cache = tmp_path / "labels.csv", tmp_path / "images.cache"
+    table, pixels = tmp_path / "labels.csv", tmp_path / "pixels"
     for split in COUNTS:
         (tmp_path / split).symlink_to(images / split)
     head, *rows = (images / "labels.csv").read_text().splitlines()
@@ -147,10 +147,10 @@ def test_several_labels_train_from_a_table_and_from_its_cache(
     line = words("csv", table, tmp_path / "single")
     assert main(["train", *line]) == 2
     assert "use --loss.name bce" in capsys.readouterr().err
-    assert main(["cache-data", "csv", "--root", str(table), "--output", str(cache)]) == 0
-    for name, root in (("csv", table), ("cache", cache)):
+    assert main(["shards", "csv", str(pixels), "--root", str(table), "--encoding", "raw"]) == 0
+    for name, root in (("csv", table), ("wds", pixels)):
         assert main(["train", *words(name, root, tmp_path / name, "--loss.name", "bce")]) == 0
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("csv", "cache")]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("csv", "wds")]
     assert weights[0] == weights[1]
     result = json.loads((tmp_path / "csv/result.json").read_text())
     assert result["test_images"] == COUNTS["test"] and 0 < result["test_map"] <= 1

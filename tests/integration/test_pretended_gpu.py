@@ -393,15 +393,13 @@ def test_image_files_that_workers_decode(gpu: Pretended, photos: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_cache_of_images(gpu: Pretended, photos: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "photos.cache"
-    succeeded(gpu("cache-data", "folder", "--root", photos / "train", "--output", cache, "--short-side", 40))
-    words = ("--model.name", "test_resnet", "--model.image-size", 32, "--data.name", "cache", "--data.root", cache)
-    for placement in ("auto", "host"):
-        run_ = tmp_path / placement
-        shape = ("--batch-size", 4, "--epochs", 1, "--data.workers", 0, "--data.placement", placement)
-        done = succeeded(gpu("train", "digits", *words, *shape, "--output-dir", run_))
-        assert done.waits[2:5] == [READ_LATER] * 3
+def test_pixels_of_shards(gpu: Pretended, photos: Path, tmp_path: Path) -> None:
+    pixels = tmp_path / "pixels"
+    succeeded(gpu("shards", "folder", pixels, "--root", photos / "train", "--short-side", 40, "--encoding", "raw"))
+    words = ("--model.name", "test_resnet", "--model.image-size", 32, "--data.name", "wds", "--data.root", pixels)
+    shape = ("--batch-size", 4, "--epochs", 1, "--data.workers", 0)
+    done = succeeded(gpu("train", "digits", *words, *shape, "--output-dir", tmp_path / "run"))
+    assert done.waits[2:5] == [READ_LATER] * 3
 
 
 RECIPE_DATA = {"mnist": (1, 28), "fashion_mnist": (1, 28), "cifar10": (3, 32)}

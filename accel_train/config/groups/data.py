@@ -26,13 +26,13 @@ class Data:
         str,
         DECIDES_SAMPLES,
     ] = "digits"
-    """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, csv (data.root is the table), cache, synthetic,
+    """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, csv (data.root is the table), synthetic,
     tar, wds, parquet, torch/NAME, hfds/NAME, or your own FILE.py:FUNCTION."""
     root: Annotated[
         Path,
         Free("the next machine may keep the same data in another folder"),
     ] = Path("data")
-    """Folder of the dataset, a cache file, or the folder torchvision downloads to; of tar, wds and parquet also the URL
+    """Folder of the dataset, a table, or the folder torchvision downloads to; of tar, wds and parquet also the URL
     of a folder or of files: s3://bucket/train, https://host/train-{0000..0127}.tar, hf://datasets/user/name."""
     val_fraction: Annotated[
         float,

@@ -31,7 +31,6 @@ SYNTHETIC_SIZE = 32
 LOADERS = {
     "folder": ("files.folder", "folder"),
     "csv": ("files.table", "table"),
-    "cache": ("cache", "cache"),
     "tar": ("files.tars", "tar"),
     "wds": ("files.webdataset", "webdataset"),
     "parquet": ("remote.remote_index", "remote"),

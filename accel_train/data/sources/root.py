@@ -7,7 +7,6 @@ from accel_train.data.sources.files.csv_rows import csv_rows
 from accel_train.errors import UserError
 
 NAMED = {
-    "cache": "the file that accel-train cache-data wrote",
     "tar": "a tar file or a folder of them",
     "wds": "the folder of the shards",
     "parquet": "a Parquet file or a folder of them",

@@ -76,7 +76,7 @@ class Splits:
     full_scale: int = 255
     """The pixel value that `mean` and `std` count as 1: 255 of uint8 images, 1 of float ones."""
     value_range: ValueRange | None = None
-    """The values of black and white of images with more than 8 bits: --data.range, or that of a cache; None: those of
+    """The values of black and white of images with more than 8 bits: --data.range; None: those of
     such images that have a range of their own."""
 
     def __repr__(self) -> str:

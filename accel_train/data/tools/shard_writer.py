@@ -48,6 +48,9 @@ def begin(output: Path, fingerprint: str) -> tuple[list[Shard], bool]:
         atomic_write(unfinished, f"{fingerprint}\n")
         return [], False
     first, *lines = read_regular_file(journal, MAX_LOG_BYTES, follow=True).decode().splitlines()
+    if first != fingerprint and journal == unfinished and not lines:  # nothing was written: an image was unreadable
+        atomic_write(unfinished, f"{fingerprint}\n")
+        return [], False
     if first != fingerprint:
         raise UserError(f"{output} has shards of other images or settings; delete it or name another folder.")
     shards: list[Shard] = []

@@ -8,7 +8,7 @@ import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,9 +16,11 @@ from accel_train.config.declaration import bytes_of
 from accel_train.config.schema import Data
 from accel_train.config.url import is_url
 from accel_train.data.sources.arrays import ArraySource
+from accel_train.data.sources.files.depth import range_text
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.files.images import default_mean_std
 from accel_train.data.sources.files.listing import is_image
+from accel_train.data.sources.files.raw import RAW_FORMAT
 from accel_train.data.sources.load import Source, Splits, Subset, load_splits
 from accel_train.data.sources.splits import names_root, sample_keys, unwrap_subset
 from accel_train.data.tools.index import KINDS, make_index
@@ -31,7 +33,9 @@ from accel_train.keyed import key, permuted
 from accel_train.launch.process import available_cores
 
 CHUNK = 16  # images of one job: those of a camera have some megabytes each, and several jobs wait for their turn
-WORTH_A_PROCESS = 1000  # images; to start one takes some seconds
+WORTH_A_PROCESS = 1000  # images to copy; to start one takes some seconds
+SHORT_SIDE = 256
+"""Of images that are made smaller, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ def write_shards(
     *,
     shard_size: str = "256MB",
     shard_samples: int | None = None,
+    encoding: Literal["copy", "jpeg", "raw"] = "copy",
+    short_side: int = SHORT_SIDE,
     keep_order: bool = False,
     seed: int = 0,
     processes: int | None = None,
@@ -62,10 +68,12 @@ def write_shards(
 ) -> ShardsResult:
     """Write the images, labels and splits of `data` into the folder `output`, which is new, empty or unfinished.
 
-    A shard has at most `shard_size` (or one sample, if that is larger) and at most `shard_samples` images. `seed`
-    decides how `data` is divided, as in a training, and the order of the samples, unless `keep_order`. `processes`
-    read; None: as many as there are cores. Their number changes nothing: the same data and options give the same bytes.
-    Images that are no files become PNG, whose bytes may change with the version of Pillow. Raises UserError.
+    A shard has at most `shard_size` (or one sample, if that is larger) and at most `shard_samples` images. `encoding`:
+    "copy" copies files, and what is no file becomes PNG; "jpeg" and "raw" (pixels) make images smaller, to this
+    `short_side`. `seed` decides how `data` is divided, as in a training, and the order of the samples, unless
+    `keep_order`; raw ones keep the order of the data. `processes` read; None: as many as there are cores. Their number
+    changes nothing: the same data and options give the same bytes, but those of PNG and JPEG may change with the
+    version of Pillow. Raises UserError.
     """
     shard_bytes = bytes_of(shard_size)
     if not shard_bytes:
@@ -77,29 +85,30 @@ def write_shards(
     if data.name.partition("/")[0] in KINDS and data.root.resolve() in (output.resolve(), *output.resolve().parents):
         raise UserError(f"{output} is in the data's own folder, which would have the shards, too; name one beside it.")
     splits = load_splits(replace(data, verify=True), seed)  # all images are read, so that to compare them costs little
-    _check(splits, data)
-    sources = _ordered(splits, None if keep_order else seed)
+    _warn(splits)
+    sources = _ordered(splits, None if keep_order or encoding == "raw" else seed)
     keys = _keys(sources.values(), names_root(data))
-    settings = [shard_bytes, shard_samples, splits.classes]
-    processes = min(processes or available_cores(), 1 + len(splits.train) // WORTH_A_PROCESS)
+    settings: list[Any] = [shard_bytes, shard_samples, splits.classes]
+    if encoding != "copy":
+        settings += [encoding, RAW_FORMAT, short_side, splits.channels, data.range]
+    worth = WORTH_A_PROCESS if encoding == "copy" else CHUNK
+    processes = min(processes or available_cores(), 1 + len(splits.train) // worth)
     advice = " Shards that are complete are kept, and the same command goes on behind them."
     with locked(output / f"{FINISHED}.lock", str(output), advice):
         shards, was_there = begin(output, _fingerprint(settings, sources, keys))
         if not was_there:
             with ShardWriter(output, shards, shard_bytes, shard_samples) as writer:
-                _write(writer, sources, keys, processes, shows_progress=shows_progress)
+                _write(writer, sources, keys, processes, encoding, short_side, shows_progress=shows_progress)
             finish(output, shards, splits.classes)
     images, found = sum(map(len, sources.values())), make_index(Data(name="wds", root=output)).images
     if found != images:
         raise UserError(f"{output}: {images:,} images were written, {found:,} are there. Delete it and start again.")
     total = sum(shard.bytes for shard in shards)
-    return ShardsResult(output, len(shards), images, total, was_there, tuple(_options(splits, output)))
+    return ShardsResult(output, len(shards), images, total, was_there, tuple(_options(splits, output, data, encoding)))
 
 
-def _check(splits: Splits, data: Data) -> None:
-    """Warn of what shards do not have. Raises UserError for data that they cannot have."""
-    if splits.multi_label:
-        raise UserError(f"'{data.name}' has images with several labels or none, but KEY.cls of a shard is one number.")
+def _warn(splits: Splits) -> None:
+    """Warn of what shards do not have."""
     for note in splits.notes:
         LOGGER.warning(note)
     if splits.train_weights is not None:
@@ -154,7 +163,14 @@ def _fingerprint(settings: list[Any], sources: Mapping[str, Source], keys: list[
 
 
 def _write(
-    writer: ShardWriter, sources: Mapping[str, Source], keys: list[list[str]], processes: int, *, shows_progress: bool
+    writer: ShardWriter,
+    sources: Mapping[str, Source],
+    keys: list[list[str]],
+    processes: int,
+    encoding: str,
+    short_side: int,
+    *,
+    shows_progress: bool,
 ) -> None:
     """Write all samples that are not in a complete shard."""
     names, jobs, total = list(sources), list[Job](), sum(map(len, sources.values()))
@@ -168,7 +184,9 @@ def _write(
         return (keys[number][first:last],)
 
     with ProgressDisplay("pack", total, done, quiet=not shows_progress) as shown:
-        packed: Iterator[list[bytes]] = in_processes(pack, list(sources.values()), jobs, processes, of_job=keys_of)
+        packed: Iterator[list[bytes]] = in_processes(
+            pack, list(sources.values()), jobs, processes, encoding, short_side, of_job=keys_of
+        )
         for (number, _, _), samples in zip(jobs, packed, strict=True):
             for sample in samples:
                 writer.add(names[number], sample)
@@ -176,12 +194,14 @@ def _write(
         writer.complete()
 
 
-def _options(splits: Splits, output: Path) -> Iterator[str]:
+def _options(splits: Splits, output: Path, data: Data, encoding: str) -> Iterator[str]:
     """What a training on the shards needs besides its recipe: of what is not files, one knows more about all images."""
     yield from ("--data.name", "wds", "--data.root", str(output))
     if splits.channels != Data().channels:
         yield from ("--data.channels", str(splits.channels))
-    if splits.image_size is not None:
+    if data.range is not None:  # images with 8 bits stay as they are; those that are predicted later have the range
+        yield from ("--data.range", *range_text(data.range).split())
+    if splits.image_size is not None and encoding == "copy":
         yield from ("--model.image-size", str(splits.image_size), "--augment.resize", str(splits.image_size))
     if (splits.mean, splits.std) != default_mean_std(splits.channels):
         yield from ("--augment.mean", *map(str, splits.mean), "--augment.std", *map(str, splits.std))

@@ -125,16 +125,19 @@ def test_all_modes_have_the_same_pixels_everywhere(
             assert (other is None) == (image is None), (kind, name)
             assert other is None or torch.equal(other, image), (kind, name)
 
-    cache = ["cache-data", "folder", "--root", str(root), "--output", str(tmp_path / "c"), "--processes", "1"]
-    cache += ["--channels", str(channels), *([] if value_range is None else ["--range", "0", "4095"])]
-    assert main(cache) == bool(refused)
+    of_range = [] if value_range is None else ["--range", "0", "4095"]
+    words = ["shards", "folder", str(tmp_path / "out"), "--root", str(root), "--encoding", "raw", "--processes", "1"]
+    words += ["--channels", str(channels), *of_range]
     if refused:
-        assert main([*cache, "--skip-unreadable", str(tmp_path / "c.unreadable.txt")]) == 0
-    cached = load_splits(Data("cache", tmp_path / "c", channels=channels), 0).train
-    for id, name in enumerate(names):
-        other, image = pixels(cached, id), found[name]
-        assert (other is None) == (image is None), name
-        assert other is None or torch.equal(other, image), name
+        listed = str(tmp_path / "list")
+        assert main(["check-data", "folder", "--root", str(root), "--output", listed, *of_range]) == 1
+        words += ["--skip-unreadable", listed]
+    assert main(words) == 0
+    stored = load_splits(Data("wds", tmp_path / "out", channels=channels), 0).train
+    kept = [name for name in names if found[name] is not None]
+    assert len(stored) == len(kept)
+    for id, name in enumerate(kept):
+        assert torch.equal(stored.fetch([id])[0], found[name]), name  # type: ignore[arg-type]
 
     run = load_run(runs[channels, value_range])
     for name, image in found.items():

@@ -1,4 +1,4 @@
-"""The processes of check-data and cache-data: what they return, and that they end with the command."""
+"""The processes of check-data and shards: what they return, and that they end with the command."""
 
 from __future__ import annotations
 

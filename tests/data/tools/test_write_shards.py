@@ -190,11 +190,17 @@ class TestWhatIsWritten:
         assert_same(load_splits(data, 0), load_splits(shards, 0))
         assert load_splits(shards, 0).train.name(0).endswith("train-000000.tar/000000000.png")
 
-    def test_several_labels_are_refused(self, tmp_path: Path) -> None:
-        picture(tmp_path / "1.png", "PNG")
-        (tmp_path / "t.csv").write_text("path,label\n1.png,a;b\n")
-        with pytest.raises(UserError, match=r"several labels or none, but KEY\.cls of a shard is one number"):
-            written(Data(name="csv", root=tmp_path / "t.csv"), tmp_path / "out")
+    def test_several_labels(self, tmp_path: Path) -> None:
+        for labels in (("a;b", "c", ";", "b"), ("a;", "b", "c", "a")):
+            for number in range(4):
+                picture(tmp_path / f"{number}.png", "PNG")
+            rows = [f"{number}.png,{label}" for number, label in enumerate(labels)]
+            (tmp_path / "t.csv").write_text("\n".join(["path,label", *rows]))
+            data = Data(name="csv", root=tmp_path / "t.csv")
+            _, shards = written(data, tmp_path / f"of {labels[0]}", keep_order=True)
+            before, after = load_splits(data, 0), load_splits(shards, 0)
+            assert after.classes == before.classes and torch.equal(after.train.labels, before.train.labels)
+            assert all(map(torch.equal, before.train.fetch(range(4)), after.train.fetch(range(4))))
 
 
 class TestOrder:

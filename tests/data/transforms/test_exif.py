@@ -7,7 +7,7 @@ import struct
 import tarfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.files.images import LazyImage, decode
 from accel_train.data.sources.load import load_splits
-from accel_train.data.tools.cache_writer import write_cache
+from accel_train.data.tools.shards import write_shards
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 
@@ -133,7 +133,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("augment", "training"), WAYS)
-@pytest.mark.parametrize("way", ["folder", "tar", "cache", "jpeg cache"])
+@pytest.mark.parametrize("way", ["folder", "tar", "raw", "jpeg"])
 def test_every_way_to_the_model(
     trees: tuple[Path, Path], tmp_path: Path, way: str, augment: Augment, training: bool
 ) -> None:
@@ -144,10 +144,10 @@ def test_every_way_to_the_model(
             with tarfile.open(tmp_path / f"{root.name}.tar", "w") as archive:
                 archive.add(root, "data")
             data = Data(name="tar", root=tmp_path / f"{root.name}.tar", workers=0)
-        elif "cache" in way:
-            encoding = "jpeg" if way == "jpeg cache" else "raw"
-            assert write_cache(data, tmp_path / root.name, short_side=42, encoding=encoding, processes=1) == 0
-            data = Data(name="cache", root=tmp_path / root.name, workers=0)
+        elif way != "folder":
+            encoding: Literal["raw", "jpeg"] = "raw" if way == "raw" else "jpeg"
+            write_shards(data, tmp_path / root.name, short_side=42, encoding=encoding, keep_order=True, processes=1)
+            data = Data(name="wds", root=tmp_path / root.name, workers=0)
         found.append(seen(data, augment, training=training))
     assert torch.equal(*found)
 

@@ -6,7 +6,7 @@ at its position: the samples can have any order, as with files, and need not fit
 
 from __future__ import annotations
 
-import contextlib
+import mmap
 import os
 import posixpath
 import tarfile
@@ -24,9 +24,11 @@ from accel_train.config.schema import Data
 from accel_train.data.all_cores import on_all_cores
 from accel_train.data.sources.files.encoded import ChangedError, EncodedImages, file_state
 from accel_train.data.sources.files.folder import arrange, ignored_text
+from accel_train.data.sources.files.images import LazyImage
 from accel_train.data.sources.files.index import Progress, indexed, splits_of_index
 from accel_train.data.sources.files.index_file import Index, SplitFiles
 from accel_train.data.sources.files.listing import is_image
+from accel_train.data.sources.files.raw import EXTENSIONS, HEADER, LONGEST_HEADER, RawImage
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError
@@ -34,6 +36,9 @@ from accel_train.untrusted import open_to_read
 
 END = bytes(2 * tarfile.BLOCKSIZE)
 """Of a tar file."""
+MOST_MAPPED = 256
+"""Tar files that a process maps at a time: Python keeps each one open, and a process may open some 1,000 files."""
+RAW_EXTENSIONS = tuple(EXTENSIONS.values())
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,11 @@ class TarImages(EncodedImages):
         self.root, self.tars, self.names = root, tars, files.names
         assert files.positions is not None
         self.positions = files.positions
+        self._maps: dict[int, mmap.mmap] = {}
+        self._verified = np.empty(0, dtype=np.bool_)  # of each image, whether this process has compared its checksum
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}, "_verified": np.empty(0, dtype=np.bool_)}
 
     @property
     def shard_numbers(self) -> torch.Tensor:
@@ -71,11 +81,46 @@ class TarImages(EncodedImages):
         with self.open_tar(tar) as file:
             file.seek(offset - tarfile.BLOCKSIZE)
             content = file.read(tarfile.BLOCKSIZE + size)
-        header, image = content[: tarfile.BLOCKSIZE], content[tarfile.BLOCKSIZE :]
-        if not _is_header(header, size):
-            raise ChangedError("the tar file has changed since its headers were read, without a new size or time")
-        if len(image) < size:
-            raise OSError("the tar file ends before this image")
+        _check_member(content[: tarfile.BLOCKSIZE], size, len(content) - tarfile.BLOCKSIZE)
+        return content[tarfile.BLOCKSIZE :]
+
+    def open(self, id: int) -> LazyImage:
+        if not len(self._verified):
+            self._verified = np.zeros(len(self), dtype=np.bool_)
+        if self._verified[id] or self.names[id].endswith(RAW_EXTENSIONS):
+            try:
+                image = self._raw(id)
+            except (OSError, ValueError) as error:
+                raise self.unreadable(id, error) from error
+            if image is not None and image.channels == self.channels:
+                return image
+        return super().open(id)
+
+    def _raw(self, id: int) -> RawImage | None:
+        """The image in the mapped memory of its tar file; None if it is not one of `accel-train shards --encoding raw`.
+
+        When it is read first, its place and its checksum are verified. Raises OSError, and ValueError for an empty tar
+        file.
+        """
+        self.names.check()
+        tar, offset, size = self.positions.array[id].tolist()
+        if tar not in self._maps:
+            if len(self._maps) == MOST_MAPPED:
+                del self._maps[next(iter(self._maps))]  # images in it keep it
+            with self.open_tar(tar) as file:
+                # torch wants writable memory; the file itself is never changed.
+                self._maps[tar] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        whole = memoryview(self._maps[tar])
+        stored = whole[offset : offset + size]
+        if not self._verified[id]:
+            _check_member(bytes(whole[offset - tarfile.BLOCKSIZE : offset]), size, len(stored))
+        header = HEADER.match(stored[:LONGEST_HEADER])
+        if header is None:
+            return None
+        image = RawImage(stored, header)
+        if not self._verified[id]:
+            image.check()
+            self._verified[id] = True
         return image
 
     def open_tar(self, number: int) -> IO[bytes]:
@@ -95,11 +140,17 @@ class TarImages(EncodedImages):
         return (file_state(self.root / tar if tar else self.root) for tar in self.tars)
 
 
-def _is_header(block: bytes, size: int) -> bool:
-    """Whether a block of a tar file is the header of a file of `size` bytes."""
-    with contextlib.suppress(tarfile.HeaderError):
-        return bool(tarfile.nti(block[124:136]) == size)  # type: ignore[attr-defined]  # its place in all formats
-    return False
+def _check_member(header: bytes, size: int, there: int) -> None:
+    """Raise OSError unless a block of a tar file is the `header` of a file of `size` bytes, of which so many are
+    `there`."""
+    if len(header) < tarfile.BLOCKSIZE or there < size:
+        raise OSError("the tar file ends before this image")
+    try:
+        is_same = tarfile.nti(header[124:136]) == size  # type: ignore[attr-defined]  # its place in all formats
+    except tarfile.HeaderError:
+        is_same = False
+    if not is_same:
+        raise ChangedError("the tar file has changed since its headers were read, without a new size or time")
 
 
 def packed(name: str, content: Any, kind: Literal[0, 1, 2] = tarfile.GNU_FORMAT) -> Iterator[Any]:

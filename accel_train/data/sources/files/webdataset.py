@@ -27,6 +27,9 @@ from accel_train.errors import UserError, first_of
 from accel_train.untrusted import read_regular_file
 
 MOST_CLASSES = 1_000_000
+LONGEST_LABEL = 1 << 16  # bytes
+SEPARATOR = ";"
+"""Between several labels of an image, as in a table."""
 LISTS = ("_info.json", "info.json")
 """Files that say which shards belong to which split, and may have the names of the classes."""
 UNFINISHED = ".accel-train-shards.partial"
@@ -70,7 +73,9 @@ def _look(root: Path, progress: Progress) -> Index:
     return index_of_shards(root, places, shards, classes, look, progress)
 
 
-Pairs = tuple[list[tuple[Member, int]], Counter[str]]
+Label = int | tuple[int, ...]
+"""The number of a class; or those of an image that may have several or none, which KEY.cls has as "0;2" or ";"."""
+Pairs = tuple[list[tuple[Member, Label]], Counter[str]]
 """What is in a shard: see `pairs_in`."""
 
 
@@ -86,22 +91,38 @@ def index_of_shards(
 
     Raises UserError.
     """
-    samples: dict[str, tuple[list[Member], torch.Tensor]] = {}
+    pairs: dict[str, list[tuple[Member, Label]]] = {}
     others: Counter[str] = Counter()
     for split, names in shards.items():
-        pairs: list[tuple[Member, int]] = []
+        pairs[split] = []
         for found, others_there in look(names):
-            pairs += found
+            pairs[split] += found
             others.update(others_there)
             progress.images += len(found)
-        samples[split] = [member for member, _ in pairs], torch.tensor([label for _, label in pairs], dtype=torch.int64)
-    if "train" not in samples:
+    if "train" not in pairs:
         raise UserError(f"--data.root {root}: found no shard (*.tar) of a train split.")
-    count = 1 + max((int(labels.max()) for _, labels in samples.values() if len(labels)), default=-1)
+    labels = [label for found in pairs.values() for _, label in found]
+    count = 1 + max((label if isinstance(label, int) else max(label, default=-1) for label in labels), default=-1)
     if classes and count > len(classes):
         raise UserError(f"{root}: the labels go up to {count - 1}, but _info.json names {len(classes)} classes.")
-    index = index_of_members(places, classes or tuple(map(str, range(count))), samples)
+    classes = classes or tuple(map(str, range(count)))
+    several = any(isinstance(label, tuple) for label in labels)
+    samples = {
+        split: ([member for member, _ in found], _tensor([label for _, label in found], len(classes), several=several))
+        for split, found in pairs.items()
+    }
+    index = index_of_members(places, classes, samples)
     return replace(index, ignored=ignored_text(others))
+
+
+def _tensor(labels: Sequence[Label], classes: int, *, several: bool) -> torch.Tensor:
+    """int64 [n]; or bool [n, classes] if images have `several` labels."""
+    if not several:
+        return torch.tensor(labels, dtype=torch.int64)
+    rows = torch.zeros(len(labels), classes, dtype=torch.bool)
+    for row, label in zip(rows, labels, strict=True):
+        row[[label] if isinstance(label, int) else list(label)] = True
+    return rows
 
 
 Listed = tuple[dict[str, list[str]], tuple[str, ...]]
@@ -150,15 +171,18 @@ def pairs_in(root: Path, shard: str, copy: Path | None = None) -> Pairs:
     extension. `copy`: as `members_of` has it. Raises UserError."""
     beside: dict[str, str] = {}
     images: list[Member] = []
-    labels: dict[str, int] = {}
+    labels: dict[str, Label] = {}
     for member, content in members_of(root, shard, copy):
         name = posixpath.basename(member.name)
         key, _, extension = member.name.rpartition(".")
         if extension == "cls":
-            text = content.read(64).decode(errors="replace").strip()
-            if not (text.isascii() and text.isdigit() and int(text) < MOST_CLASSES):
+            text = content.read(LONGEST_LABEL).decode(errors="replace").strip()
+            numbers = [part for part in text.split(SEPARATOR) if part] if SEPARATOR in text else [text]
+            if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in numbers) or any(
+                int(part) >= MOST_CLASSES for part in numbers
+            ):
                 raise UserError(f"{root / shard}/{member.name}: '{text[:20]}' is not a class number.")
-            labels[key] = int(text)
+            labels[key] = tuple(map(int, numbers)) if SEPARATOR in text else int(text)
         elif is_image(name):
             images.append(member)
         elif extension != "json":
@@ -181,7 +205,7 @@ def pairs_in(root: Path, shard: str, copy: Path | None = None) -> Pairs:
     return pairs, Counter(beside.get(key, ".cls") for key in labels if key not in samples)
 
 
-def _key(path: str, labels: Mapping[str, int]) -> str:
+def _key(path: str, labels: Mapping[str, Label]) -> str:
     """The key of a sample's file: up to the first dot of its name, as WebDataset has it, or to the first one before
     which there is a label: photo.1.jpg with photo.1.cls."""
     folder, slash, name = path.rpartition("/")

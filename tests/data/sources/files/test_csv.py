@@ -15,10 +15,9 @@ from PIL import Image
 
 from accel_train.cli import main
 from accel_train.config.schema import Data
-from accel_train.data.sources.cache import MAGIC, CacheFile
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source, Splits
-from accel_train.data.tools.cache_writer import write_cache
+from accel_train.data.tools.shards import write_shards
 from accel_train.errors import UserError
 
 IMAGES = ("a/1.png", "a/2.png", "b/3.png", "b/4.png", "c d/5.png", "6.png", "7.png")
@@ -292,42 +291,30 @@ def test_not_a_table(images: Path, tmp_path: Path) -> None:
         assert expected in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["single", "several", "weights"])
-def test_check_data_and_cache_data(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    labels = ["x;y", "x", ";", "y"] if kind == "several" else ["x", "y", "x", "y"]
-    weighs = kind == "weights"
+@pytest.mark.parametrize("several", [False, True])
+def test_check_data_and_shards(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], several: bool) -> None:
+    labels = ["x;y", "x", ";", "y"] if several else ["x", "y", "x", "y"]
     (tmp_path / "a").mkdir()
     for path in ("a/1.png", "a/2.png", "6.png", "7.png"):
         (tmp_path / path).write_bytes((images / path).read_bytes())
     (tmp_path / "a/3.png").write_bytes(b"no image")
-    rows = list(zip(("6.png", "7.png", "a/1.png", "a/2.png", "a/3.png"), [*labels, "y"], range(5), strict=True))
-    text = "".join(f"{path},{label}{f',{n}' * weighs},age\n" for path, label, n in rows)
-    table = data(tmp_path, f"path,label{',weight' * weighs},age\n" + text)
+    rows = zip(("6.png", "7.png", "a/1.png", "a/2.png", "a/3.png"), [*labels, "y"], strict=True)
+    table = data(tmp_path, "path,label,age\n" + "".join(f"{path},{label},9\n" for path, label in rows))
     line = f"check-data csv --root {table.root} --output {tmp_path / 'bad'} --processes 1"
     assert main(line.split()) == 1
     assert (tmp_path / "bad").read_text().splitlines()[1:] == ["a/3.png"]
     printed = capsys.readouterr().out
     assert "Not used: column 'age'" in printed and "--data.name csv" in printed
 
-    cache = tmp_path / "cache"
     skipping = Data(name="csv", root=table.root, skip_unreadable=tmp_path / "bad")
-    assert write_cache(table, cache, short_side=32, encoding="raw", processes=1) == 1
-    assert write_cache(skipping, cache, short_side=32, encoding="raw", processes=1) == 0
-    assert (cache.read_bytes().count(MAGIC) == 1) == (kind != "single")  # the footer's is of version 2
-    for seed in range(3):
-        before = load_splits(Data("csv", table.root, 0.4, skip_unreadable=tmp_path / "bad"), seed)
-        after = load_splits(Data("cache", cache, 0.4), seed)
-        assert after.classes == before.classes and after.left_out == before.left_out == 1
-        assert (after.train_weights is None) == (not weighs)
-        if weighs:
-            assert torch.equal(after.train_weights, before.train_weights)
-        for one, other in ((before.train, after.train), (before.validation, after.validation)):
-            assert names(one, tmp_path) == names(other, cache)
-            assert torch.equal(one.labels, other.labels) and one.labels.dtype == other.labels.dtype
-    content = cache.read_bytes()
-    cache.write_bytes(content[:-1])
-    with pytest.raises(UserError, match="is not a complete cache"):
-        CacheFile(cache)
+    with pytest.raises(UserError, match=r"a/3\.png cannot be read"):
+        write_shards(table, tmp_path / "out", encoding="raw", processes=1)
+    write_shards(skipping, tmp_path / "out", encoding="raw", processes=1)
+    before, after = load_splits(skipping, 0), load_splits(Data("wds", tmp_path / "out"), 0)
+    one, other = before.to_train_on, after.train
+    assert after.classes == before.classes and len(other) == 4
+    assert torch.equal(one.labels, other.labels) and one.labels.dtype == other.labels.dtype
+    assert all(map(torch.equal, one.fetch(range(4)), other.fetch(range(4))))
 
 
 def test_paths_may_be_absolute(images: Path, tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_few_bits_are_noticed(tmp_path: Path, peak: float, expected: str) -> Non
     assert all(re.search(expected, note) for note in notes)
 
 
-def test_check_data_and_cache_know_the_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_data_knows_the_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = write(tmp_path / "12", "12 bits", {"train": 4, "test": 2})
     listed = tmp_path / "list"
     check = ["check-data", "folder", "--root", str(root), "--output", str(listed), "--processes", "1"]
@@ -197,18 +197,6 @@ def test_check_data_and_cache_know_the_range(tmp_path: Path, capsys: pytest.Capt
     assert "outside --data.range 0 1000" in capsys.readouterr().out
     assert main([*check, "--range", "5", "1"]) == 2
     assert "--range: expected two numbers, the first one smaller, found '5 1'" in capsys.readouterr().err
-
-    cache = tmp_path / "file.cache"
-    write_cache = ["cache-data", "folder", "--root", str(root), "--output", str(cache), "--channels", "1"]
-    assert main([*write_cache, "--range", "0", "4095", "--processes", "1"]) == 0
-    assert main(write_cache) == 2
-    assert "exists, with other images or settings" in capsys.readouterr().err
-    cached = load_splits(Data(name="cache", root=cache, channels=1), 0)
-    direct = load_splits(Data(name="folder", root=root, channels=1, range=(0, 4095)), 0)
-    assert cached.value_range == (0, 4095)
-    assert all(map(torch.equal, cached.train.fetch(range(4)), direct.train.fetch(range(4))))
-    with pytest.raises(UserError, match="was written with 0 4095 in place of this range"):
-        load_splits(Data(name="cache", root=cache, channels=1, range=(0, 1)), 0)
 
 
 def test_a_range_without_effect_is_not_accepted_silently(tmp_path: Path) -> None:
