@@ -18,7 +18,7 @@ from accel_train.data.sources.shared import MappedArray, MappedFile, SharedArray
 from accel_train.files import atomic_replacement, file_system, fsync, set_default_permissions
 from accel_train.untrusted import LARGEST, parse_json, read_regular_file
 
-VERSION = 2
+VERSION = 3
 """To be raised when an `Index` of the same files changes: other images are found, or other classes."""
 DTYPES = {"U8": "<u1", "BOOL": "?", "I64": "<i8", "F64": "<f8"}
 """safetensors' names of data types -> NumPy's."""
