@@ -17,7 +17,6 @@ TINY = (
     "digits --data.name synthetic --data.train-limit 48 --data.test-limit 16 --model.image-size 32 --batch-size 16 "
     "--log-every-updates 1"
 )
-BATCHNORM = f"{TINY} --model.name test_resnet --virtual-batch-size 8"
 
 
 def train(run: Path, words: str) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from accel_train.config.schema import Optim
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
+from accel_train.models.classifier import find_classifier
 from accel_train.optim.micro_batch import as_in_training, evaluation_advice, memory_advice, training_advice
 from accel_train.optim.optimizer import create_optimizer
 
@@ -23,6 +24,7 @@ def test_a_trial_leaves_no_trace(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Dropout(0.5), nn.Linear(144, 8))
     model[0].weight.requires_grad_(False)
+    find_classifier(model, 8, 1, 8)  # muon asks for it
     optimizer = create_optimizer(Optim(name=name, lr=0.1, weight_decay=0.1), model)
 
     def update() -> None:
