@@ -202,9 +202,6 @@ def _unreadable(splits: Splits, data: Data, listed: UnreadableList | None) -> di
             )
             marks[slice(None) if ids is None else ids.numpy()] |= chosen
             listed_here += int(chosen.sum())
-        missing: npt.NDArray[np.bool_] | None = getattr(held, "missing", None)
-        if missing is not None:
-            marks |= missing
     if listed is not None and listed.paths and not listed_here and not listed.name:
         # Some may have been deleted since; but if none is there, the list is of another folder or dataset.
         raise UserError(

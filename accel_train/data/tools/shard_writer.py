@@ -11,8 +11,11 @@ import hashlib
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from accel_train.data.all_cores import on_all_cores
 from accel_train.data.sources.files.tars import END
@@ -35,6 +38,25 @@ class Shard:
     images: int
     bytes: int
     sha256: str
+
+
+@contextlib.contextmanager
+def locked(lock: Path, output: str, advice: str = "") -> Iterator[None]:
+    """Hold the file `lock`, which is removed at the end. Its folder is created.
+
+    Raises UserError about `output` if another process holds it, and for an OSError of the block; `advice` follows then.
+    """
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock, timeout=0):
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+    except Timeout:
+        raise UserError(f"{output}: another process is writing it.") from None
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror or error}.{advice}") from error
 
 
 def begin(output: Path, fingerprint: str) -> tuple[list[Shard], bool]:

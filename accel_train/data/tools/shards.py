@@ -24,10 +24,9 @@ from accel_train.data.sources.files.raw import RAW_FORMAT
 from accel_train.data.sources.load import Source, Splits, Subset, load_splits
 from accel_train.data.sources.splits import names_root, sample_keys, unwrap_subset
 from accel_train.data.tools.index import KINDS, make_index
-from accel_train.data.tools.output import locked
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes
 from accel_train.data.tools.shard_samples import pack
-from accel_train.data.tools.shard_writer import FINISHED, ShardWriter, begin, finish
+from accel_train.data.tools.shard_writer import FINISHED, ShardWriter, begin, finish, locked
 from accel_train.errors import LOGGER, UserError
 from accel_train.keyed import key, permuted
 from accel_train.launch.process import available_cores

@@ -131,32 +131,23 @@ LOOKED_AT = 4  # images: those of a camera can have 20 million pixels each
 
 
 def depth_notes(source: Source) -> list[str]:
-    """A warning if a few images of `source`, spread over it, would be all too dark, or if --data.range has no effect on
-    them. An image that cannot be read is left out."""
+    """A warning if a few images of `source`, spread over it, would be all too dark.
+
+    An image that cannot be read is left out.
+    """
     held, ids = unwrap_subset(source)
-    if not isinstance(held, EncodedImages):
+    if not isinstance(held, EncodedImages) or held.value_range is not None:
         return []
     count = min(len(source), LOOKED_AT)
     largest: list[int] = []
-    deep = looked_at = 0
     for number in range(count):
         position = number * (len(source) - 1) // max(1, count - 1)
         id = position if ids is None else int(ids[position])
         if not held.is_near(id):
             continue
         try:
-            image = held.open(id)
-            deep += image.is_deep
-            looked_at += 1
-            if held.value_range is None and (value := image.largest_of_16_bits()) is not None:
+            if (value := held.open(id).largest_of_16_bits()) is not None:
                 largest.append(value)
         except (UserError, ImageError):
             continue
-    if held.value_range is not None:
-        if deep or not looked_at:
-            return []
-        return [
-            f"--data.range {range_text(held.value_range)} changes only images of more than 8 bits, and none of the "
-            f"{looked_at} that were looked at is one"
-        ]
     return few_bits_notes(largest)

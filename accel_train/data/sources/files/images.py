@@ -20,7 +20,6 @@ from accel_train.data.sources.files.depth import (
     check_pages,
     check_values,
     in_8_bits,
-    is_deep,
     largest_of_16_bits,
 )
 
@@ -95,11 +94,6 @@ class LazyImage:
         if self.orientation >= 5:
             self.width, self.height = self.height, self.width
         self.reducible = self.image.format == "JPEG" and self.image.mode in ("RGB", "L")
-
-    @property
-    def is_deep(self) -> bool:
-        """Whether it has more than 8 bits a channel, and its file does not say which value is white."""
-        return is_deep(self.image)
 
     def largest_of_16_bits(self) -> int | None:
         """The largest value of an image of 16 bits; see depth.py. None: it has other bits. Raises ImageError."""

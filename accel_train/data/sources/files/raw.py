@@ -33,8 +33,6 @@ def raw_file(pixels: torch.Tensor) -> bytes:
 class RawImage(LazyImage):
     """An image of which the pixels are in memory already, or in the mapped memory of a file."""
 
-    is_deep = False
-
     def __init__(self, file: memoryview, header: re.Match[bytes]) -> None:
         """`header`: what HEADER has found in the `file`. Raises OSError if the file is not whole."""
         kind, number, checksum, width, height = header.groups()
