@@ -110,9 +110,10 @@ def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -
                 fit(setup, run)
             except StopAskedError:
                 return interrupt(run)
-            except RuntimeError as error:  # of the device or of DDP: say what to do instead
+            except Exception as error:  # of the device, of DDP or of a restored optimizer: say what to do instead
                 raise_memory_advice(error, training_advice(setup.plan))
                 raise_unused_parameters_advice(error)
+                run.checkpoints.raise_state_advice(error, run.state.update)
                 raise
             return finish(run)
 

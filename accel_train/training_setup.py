@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import models
+from accel_train.checkpoint.own_optimizer import with_own_optimizer
 from accel_train.config.schema import Config
 from accel_train.data.loading import InputPipeline, create_input
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
@@ -184,12 +185,13 @@ def create_training_setup(
     dropout = None if verdict.together else convert_dropout(model, config.seed)
     shard_batchnorm(accelerator, model)
     optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
-    length = {"updates": plan.updates, "updates_per_epoch": plan.updates_per_epoch}
-    factors = own_factors(config.schedule, accelerator, **length)
-    schedule = LearningRate(config.schedule, optimizer, **length, factors=factors)
     # The schedule is not prepared: it depends on the update's number, which Accelerate counts differently.
     model, optimizer = accelerator.prepare(model, optimizer)
     bare_model = unwrap_model(model)
+    optimizer = with_own_optimizer(config.optim, accelerator, bare_model, optimizer)
+    length = {"updates": plan.updates, "updates_per_epoch": plan.updates_per_epoch}
+    factors = own_factors(config.schedule, accelerator, **length)
+    schedule = LearningRate(config.schedule, optimizer.optimizer, **length, factors=factors)
     recomputed_buffers = models.prepare_recomputation(model, config.model)
     device, mixes = accelerator.device, config.augment.mixes
     criterion = create_checked_loss(config.loss, splits.train.labels, len(splits.classes), device, mixes=mixes)

@@ -270,7 +270,7 @@ EXCEPTIONS = {
     "doctor.rehearsal.drill": "its own scratch folder", "doctor.rehearsal.listener": "its own scratch folder",
     "doctor.storage": "its own scratch folder", "cli.init": "a new folder", "export.export": "a new folder",
     "export.formats": "the file that it has written", "export.timm_directory": "a new folder",
-
+    "checkpoint.own_optimizer": "bytes in memory, which it has just written",
     "cli.of_run.predict": "temporary files beside what the user names", "cli.of_recipe.bench": "what the user names",
     "data.tools.shard_writer": "a folder that the user names",
     # Checked before

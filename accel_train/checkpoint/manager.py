@@ -105,10 +105,7 @@ class Checkpoints(CheckpointStore):
         if "name" in changed:
             self.notes.append("the checkpoint is of a different optimizer, so its state is not used")
             return RestorePlan(snapshot.state, position, None, keep), snapshot
-        from accel_train.checkpoint.optimizer_check import matching_optimizer
-
-        stepless = self._without_steps(position)
-        optimizer = matching_optimizer(path, snapshot, self.model, self.optimizer, position, keep, self.notes, stepless)
+        optimizer = self.matching_optimizer(path, snapshot, position, keep, self._without_steps(position))
         plan = RestorePlan(snapshot.state, position, outline(optimizer), keep)
         return plan, dataclasses.replace(snapshot, optimizer=optimizer)
 

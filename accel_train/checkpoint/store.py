@@ -11,9 +11,10 @@ import copy
 import shutil
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,18 @@ from accel_train.checkpoint.directory import (
 )
 from accel_train.checkpoint.format import Snapshot, epochs_done, versions, write_checkpoint
 from accel_train.checkpoint.state_dict import (
+    MismatchError,
     broadcast_optimizer_state,
     broadcast_weights,
     gather_to_main,
+    matching_state,
     named_tensors,
     optimizer_state,
+    state_mismatch,
 )
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import FORMAT
-from accel_train.errors import UserError
+from accel_train.errors import UserError, reason_of
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.ownership.lease import Lease, LostError
 
@@ -101,6 +105,7 @@ class CheckpointStore(ABC):
         self.unpublished = ""
         self.notes: list[str] = []
         self.last_saved: int | None = None
+        self.loaded_update: int | None = None  # of the checkpoint that was restored last
         self.last_seconds = self.stalled_seconds = 0.0
         self.description: dict[str, Any] = {}
         """What state.json says of the run itself: the class of the run fills it in."""
@@ -235,7 +240,10 @@ class CheckpointStore(ABC):
         if self.ema is not None:
             broadcast_weights(named_tensors(self.ema), ema)
         if plan.optimizer is not None:
-            broadcast_optimizer_state(self.model, self.optimizer, plan.optimizer, optimizer, plan.keep)
+            try:
+                broadcast_optimizer_state(self.model, self.optimizer, plan.optimizer, optimizer, plan.keep)
+            except MismatchError as error:
+                raise state_mismatch(plan.position.update, str(error)) from error
         else:  # the checkpoint is of another optimizer: this one begins anew, also after a rewind
             self._new_optimizer = self._new_optimizer or copy.deepcopy(self.optimizer.state_dict())
             self.optimizer.load_state_dict(copy.deepcopy(self._new_optimizer))
@@ -243,7 +251,42 @@ class CheckpointStore(ABC):
             self.accelerator.scaler.load_state_dict(plan.state["scaler"])
         if plan.state["schedule"] is not None and self.schedule is not None:
             self.schedule.load_state_dict(plan.state["schedule"])
+        self.loaded_update = plan.position.update
         return plan.position
+
+    def raise_state_advice(self, error: Exception, update: int) -> None:
+        """Raise UserError if `error` is of the first step, after `update` updates, with a state that was restored."""
+        if isinstance(error, UserError):
+            return
+        of_step = any(frame.f_code.co_name == "step" for frame, _ in traceback.walk_tb(error.__traceback__))
+        if of_step and update == self.loaded_update:
+            raise state_mismatch(update, f"{type(error).__name__}: {reason_of(error, 200)}") from error
+
+    def matching_optimizer(
+        self, path: Path, snapshot: Snapshot, position: TrainState, keep: Sequence[str], stepless: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """The part of the saved optimizer state that this run's optimizer takes. Raises UserError if they do not match.
+
+        `stepless`: the names of parameters that have had no step and no state yet.
+        """
+        trained = position.update > len(position.left_out)
+        try:
+            matching, missing = matching_state(self.model, self.optimizer, snapshot.optimizer, keep)
+            # With a loss scaler the first updates often overflow, and leave no state.
+            if missing and not matching["state"] and not keep and trained and not snapshot.state["scaler"]:
+                raise MismatchError(f"it has no state of any parameter after {position.update} updates")
+        except MismatchError as error:
+            raise UserError(
+                f"{path / 'optimizer.pt'} does not fit this run's optimizer: {error}. If you do not trust it, delete "
+                f"{path}; the previous checkpoint is used then."
+            ) from None
+        missing = [name for name in missing if name not in stepless]
+        if missing and trained:
+            self.notes.append(
+                f"{path / 'optimizer.pt'} has no state of {len(missing)} parameters, such as {missing[0]}: the "
+                "optimizer starts with a new state for them"
+            )
+        return matching
 
     def _plan_restore(self, resume: str, allow: Sequence[str]) -> RestorePlan | None:
         """On the main process: what to restore, or None for a new run. Sets `_snapshot`."""

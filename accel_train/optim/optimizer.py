@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from accel_train.config.schema import Optim
 from accel_train.errors import UserError, nearest
 from accel_train.models import input_names, required_classifier
+from accel_train.user_code.reference import parse_reference
 
 # torch's optimizers that have a fused kernel, which updates all parameters at once, and the devices that have it. On
 # other devices torch chooses its foreach implementation by itself.
@@ -38,12 +40,16 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
 
     Embeddings with sparse gradients get dense ones: most optimizers do not accept sparse ones, and where one does, its
     step is the same.
+
+    If optim.name is a user's own code, the groups alone are used: checkpoint/own_optimizer.py makes that optimizer.
     """
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False
+    if parse_reference("optim.name", optim.name) is not None:
+        optim = _groups_alone(optim)
     if optim.name not in list_optimizers():
-        hint = nearest(optim.name, list_optimizers(), count=5)
+        hint = nearest(optim.name, list_optimizers(), count=5) or " For your own, write FILE.py:FUNCTION."
         raise UserError(f"optim.name: timm has no optimizer {optim.name!r}.{hint}")
     info = get_optimizer_info(optim.name)
     if getattr(info, "second_order", False):
@@ -100,6 +106,18 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
             raise
         raise UserError(f"--optim.kwargs: {optim.name} does not take {optim.kwargs}: {error}") from error
     return cast(torch.optim.Optimizer, optimizer)
+
+
+def _groups_alone(optim: Optim) -> Optim:
+    """Settings of an optimizer that has the parameter groups of a user's own one, and no state. Raises UserError for
+    what only that one can have."""
+    for name in ("momentum", "betas", "eps"):
+        if getattr(optim, name) != getattr(Optim(), name):
+            raise UserError(
+                f"optim.{name}: your own optimizer says it itself: give it there, or by --optim.kwargs, and set "
+                f"--optim.{name} {str(getattr(Optim(), name)).lower()}."
+            )
+    return replace(optim, name="momentum", momentum=0.0, kwargs=None)
 
 
 def _arguments(optim: Optim) -> dict[str, Any]:

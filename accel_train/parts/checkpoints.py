@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_train.checkpoint.format import Snapshot
-from accel_train.checkpoint.optimizer_check import matching_optimizer
 from accel_train.checkpoint.state_dict import named_tensors, outline
 from accel_train.checkpoint.store import CheckpointStore, RestorePlan
 from accel_train.checkpoint.train_state import TrainState
@@ -164,7 +163,7 @@ class Checkpoints(CheckpointStore):
         for name, value in self._bits().items():
             if (old := saved["bits"].get(name)) != value:
                 self.notes.append(f"changed since the checkpoint: {name} {old} -> {value}: the bits may be others now")
-        optimizer = matching_optimizer(path, snapshot, self.model, self.optimizer, position, (), self.notes)
+        optimizer = self.matching_optimizer(path, snapshot, position, ())
         plan = RestorePlan(saved, position, outline(optimizer))
         return plan, Snapshot(snapshot.model, None, optimizer, saved)
 

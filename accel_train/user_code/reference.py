@@ -19,6 +19,7 @@ PREFIXES = {
     "data.name": ("hfds/", "wds/", "torch/"),
     "loss.name": (),
     "schedule.name": (),
+    "optim.name": (),
     "augment.own": (),
     "metrics": (),
 }

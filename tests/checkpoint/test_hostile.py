@@ -153,12 +153,12 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda c: edit_optimizer(
             c, lambda o: first_state(o).update(momentum_buffer=first_state(o)["momentum_buffer"].to_sparse())
         ),
-        "does not fit this run's optimizer: momentum_buffer in the state of",
+        "has a tensor that is not an ordinary one",
     ),
     "emptied": (lambda c: edit_optimizer(c, lambda o: o.update(state={})), "no state of any parameter after"),
     "emptied one by one": (
         lambda c: edit_optimizer(c, lambda o: [each.clear() for each in o["state"].values()]),
-        "should have momentum_buffer",
+        "no state of any parameter after",
     ),
     "a learning rate": (lambda c: edit_optimizer(c, lambda o: o["param_groups"][0].update(lr="x")), "its lr is 'x'"),
     "a list": (lambda c: (torch.save([1], c / "optimizer.pt"), rehash(c)), "it has no state"),
@@ -227,7 +227,11 @@ class Resumed:
         position = checkpoints.restore("auto")
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+        try:
+            optimizer.step()
+        except Exception as error:
+            checkpoints.raise_state_advice(error, position.update if position else 0)
+            raise
         return position
 
 

@@ -36,7 +36,8 @@ from accel_train.config.declaration import (
 @dataclass(frozen=True)
 class Optim:
     name: str = "sgd"
-    """A timm optimizer: sgd (Nesterov), momentum (plain SGD), adam, adamw, lamb, lion, muon (hidden layers), …"""
+    """A timm optimizer: sgd (Nesterov), momentum (plain SGD), adam, adamw, lamb, lion, muon (hidden layers), …; or your
+    own FILE.py:FUNCTION of the parameter groups."""
     lr: Annotated[float, NOT_NEGATIVE] = 0.1
     """Learning rate for the whole batch, on any number of processes."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
