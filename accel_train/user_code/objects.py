@@ -44,7 +44,8 @@ def take_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         if option is None:
             plain[key] = value
             continue
-        group = dict(value) if isinstance(value, Mapping) and not _is_datasets(value) else {"name": value}
+        is_object = not isinstance(value, Mapping) or (option == "data.name" and _is_datasets(value))
+        group = {"name": value} if is_object else dict(value)
         if "name" in group and group["name"] is None:
             del group["name"]
         named = group.get("name", "")

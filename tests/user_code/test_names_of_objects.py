@@ -92,3 +92,18 @@ def test_an_option_object_in_a_group_has_the_groups_options_beside_it() -> None:
     assert plain["model"]["image_size"] == 8 and plain["data"] == {"root": "here"}
     assert objects == {"model.name": net}
     assert take_objects({"data": sets})[1] == {"data.name": sets}
+
+
+def test_a_schedule_and_an_optimizer_may_be_objects_and_their_options_mappings() -> None:
+    def factor(epoch: float, epochs: float) -> float:
+        return 1 - epoch / epochs
+
+    plain, objects = take_objects(
+        {"schedule": {"name": factor, "warmup_epochs": 1}, "optim": {"name": "adamw", "kwargs": {"amsgrad": True}}}
+    )
+    assert plain == {
+        "schedule": {"name": "<object>:factor", "warmup_epochs": 1},
+        "optim": {"name": "adamw", "kwargs": {"amsgrad": True}},
+    }
+    assert objects == {"schedule.name": factor}
+    assert take_objects({"optim": torch.optim.Rprop})[0]["optim"]["name"] == "torch.optim.rprop:Rprop"

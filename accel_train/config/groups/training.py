@@ -81,7 +81,7 @@ class Schedule:
     """Epochs in which the learning rate rises from schedule.warmup-lr to optim.lr."""
     warmup_lr: Annotated[float, NOT_NEGATIVE, NEEDS_WARMUP] = 0.0
     """Learning rate at the start of the warm-up."""
-    warmup_prefix: Annotated[bool, NEEDS_WARMUP, Needs("schedule.name", FALLING[:2])] = True
+    warmup_prefix: Annotated[bool, NEEDS_WARMUP, Needs("schedule.name", ("cosine", "poly"))] = True
     """cosine, poly: fall from the end of the warm-up on; false: as if from the start (timm's default)."""
     min_lr: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", (*FALLING, "plateau"))] = 0.0
     """cosine, poly, one_cycle, plateau: lowest learning rate."""
