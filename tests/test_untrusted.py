@@ -30,7 +30,7 @@ from accel_train.data.sources.shared import StringArray
 from accel_train.errors import UserError
 from accel_train.models.weights.file import read_state
 from accel_train.ownership.owner import read_owner
-from accel_train.records.trackers.curves import point_of
+from accel_train.records.trackers import point_of
 from accel_train.run.start import find_file
 from accel_train.untrusted import (
     NotRegularFileError,
@@ -268,7 +268,7 @@ EXCEPTIONS = {
     # Files of the package, and of a folder that the program has just made
     "data.sources.arrays": "the digits of the package",
     "doctor.rehearsal.drill": "its own scratch folder", "doctor.rehearsal.listener": "its own scratch folder",
-    "doctor.storage": "its own scratch folder", "cli.init": "a new folder", "export.export": "a new folder",
+    "doctor.storage": "its own scratch folder", "export.export": "a new folder",
     "export.formats": "the file that it has written", "export.timm_directory": "a new folder",
     "checkpoint.own_optimizer": "bytes in memory, which it has just written",
     "cli.of_run.predict": "temporary files beside what the user names", "cli.of_recipe.bench": "what the user names",

@@ -130,7 +130,7 @@ def create_sinks(
         return []
     sinks: list[Sink] = [MetricsLines(directory), Status(directory)]
     if setup.config.trackers:
-        from accel_train.records.trackers.sending import Trackers
+        from accel_train.records.trackers import Trackers
 
         sinks.append(Trackers(setup.config, directory.path))
     sinks += [console, ledger]

@@ -52,7 +52,7 @@ def images(root: str, **classes: int) -> None:
         (["digits", "--model.name", "resnet81"], "'resnet18'"),
         (["digits", "--data.name", "minst"], "mnist"),
         (["digits", "--trackers", "tensorbord"], "'tensorboard'"),
-        (["digits", "--trackers", "comet_ml"], "not installed"),
+        (["digits", "--trackers", "comet_ml"], "Known are tensorboard, wandb, mlflow"),
         (["digits", "--optim.name", "addam"], "'adam'"),
         (["digits", "--batch-size", "4000"], "1438"),
         (["digits", "--batch-size", "31", "--augment.mixup", "0.2"], "30 or 32"),

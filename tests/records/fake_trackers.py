@@ -21,10 +21,10 @@ class FakeWandB:
     def init(self, **options: Any) -> Any:
         self.calls.append(options)
         rows: list[dict[str, Any]] = []
-        new = SimpleNamespace(rows=rows, config={}, summary={}, files=[], offline=self.offline, finished=0)
+        new = SimpleNamespace(rows=rows, config={}, summary={}, offline=self.offline, finished=0)
         self.run = run = self.runs.setdefault(options["id"], new)
         run.starting_step = 0 if self.offline or not run.rows else run.rows[-1]["_step"] + 1
-        run.log, run.log_artifact, run.finish = self.log, lambda page: run.files.extend(page.files), self.finish
+        run.log, run.finish = self.log, self.finish
         return run
 
     def update(self, values: dict[str, Any], allow_val_change: bool) -> None:
@@ -37,22 +37,10 @@ class FakeWandB:
     def finish(self) -> None:
         self.run.finished += 1
 
-    class Artifact:
-        def __init__(self, name: str, type: str) -> None:
-            self.files: list[str] = []
-
-        def add_file(self, path: str) -> None:
-            self.files.append(path)
-
-
-class MlflowException(Exception):  # noqa: N818 -- its name in mlflow
-    error_code = "RESOURCE_DOES_NOT_EXIST"
-
 
 class FakeMLflow:
     """The module `mlflow`."""
 
-    MlflowException = MlflowException
     utils = SimpleNamespace(validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100))
 
     def __init__(self) -> None:
@@ -71,10 +59,9 @@ class FakeMLflow:
         if run_id is None:
             run_id = f"run-{len(self.runs)}"
             self.runs[run_id] = SimpleNamespace(
-                info=SimpleNamespace(run_id=run_id, lifecycle_stage="active", run_name=run_name),
-                data=SimpleNamespace(params={}, metrics={}),
+                info=SimpleNamespace(run_id=run_id, run_name=run_name),
+                data=SimpleNamespace(params={}),
                 values=[],
-                files=[],
             )
         self.active = self.runs[run_id]
         return self.active
@@ -88,19 +75,4 @@ class FakeMLflow:
 
     def log_metrics(self, values: dict[str, float], step: int, timestamp: int) -> None:
         for key, value in values.items():
-            self.active.data.metrics[key] = value
             self.active.values.append(SimpleNamespace(key=key, value=value, step=step, timestamp=timestamp))
-
-    def log_artifact(self, path: str) -> None:
-        self.active.files.append(path)
-
-    def MlflowClient(self) -> FakeMLflow:  # noqa: N802
-        return self
-
-    def get_run(self, id: str) -> Any:
-        if id not in self.runs:
-            raise MlflowException(f"there is no run {id}")
-        return self.runs[id]
-
-    def get_metric_history(self, id: str, key: str) -> list[Any]:
-        return [value for value in self.runs[id].values if value.key == key]

@@ -19,10 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from accel_train.cli import main
 from accel_train.config.schema import Config
+from accel_train.records import trackers
 from accel_train.records.directory import RunDirectory
-from accel_train.records.trackers import sending, services
-from accel_train.records.trackers.curves import Point, point_of
-from accel_train.records.trackers.sending import Trackers
+from accel_train.records.trackers import Memory, Point, Trackers, point_of
 
 Curves = dict[str, list[tuple[int, float]]]
 CONFIG = Config(recipe="digits", epochs=2)
@@ -39,7 +38,7 @@ def state() -> Iterator[None]:
 def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandB:
     fake = FakeWandB()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(sending, "check_trackers", lambda names, option: None)
+    monkeypatch.setattr(trackers, "check_trackers", lambda names, option: None)
     for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     return fake
@@ -49,7 +48,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandB:
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMLflow:
     fake = FakeMLflow()
     monkeypatch.setitem(sys.modules, "mlflow", fake)
-    monkeypatch.setattr(sending, "check_trackers", lambda names, option: None)
+    monkeypatch.setattr(trackers, "check_trackers", lambda names, option: None)
     for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_TAGS"):
         monkeypatch.delenv(name, raising=False)
     return fake
@@ -201,14 +200,12 @@ def test_wandb_continues_one_run_and_gets_no_step_twice(tmp_path: Path, wandb: F
     assert found.summary == {"updates": 20, "test_accuracy": 0.9}
     assert (found.config["optim.lr"], found.config["bitwise"], found.config["model.weights"]) == (0.1, False, None)
 
-    (tmp_path / "mine" / "report.html").write_text("<p>")
     assert main(["track", str(tmp_path / "mine"), "--to", "wandb"]) == 0
-    assert len(found.rows) == 20 and found.files == [str(tmp_path / "mine" / "report.html")]
+    assert len(found.rows) == 20
 
 
 def test_mlflow_continues_one_run_and_gets_no_step_twice(tmp_path: Path, mlflow: FakeMLflow) -> None:
     trained(tmp_path / "mine", ["mlflow"])
-    (tmp_path / "mine" / "report.html").write_text("<p>")
     assert main(["track", str(tmp_path / "mine"), "--to", "mlflow"]) == 0
     (found,) = mlflow.runs.values()
     assert (mlflow.experiments, found.info.run_name) == (["digits"], "mine")
@@ -218,7 +215,6 @@ def test_mlflow_continues_one_run_and_gets_no_step_twice(tmp_path: Path, mlflow:
     times = {line["update"]: line["time"] for line in lines_of(tmp_path / "mine") if line["kind"] == "train"}
     assert next(value.timestamp for value in found.values if value.step == 3) == int(times[3] * 1000)
     assert found.data.params["optim.lr"] == 0.1
-    assert found.files == [str(tmp_path / "mine" / "report.html")]
 
 
 def test_a_rewind_takes_nothing_back_that_was_sent(tmp_path: Path, wandb: FakeWandB) -> None:
@@ -278,7 +274,6 @@ def test_real_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)
     trained(tmp_path / "mine", ["mlflow"])
-    (tmp_path / "mine" / "report.html").write_text("<p>")
     assert main(["track", str(tmp_path / "mine"), "--to", "mlflow"]) == 0
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("digits")
@@ -289,7 +284,6 @@ def test_real_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert_same(shown, tmp_path / "mine")
     assert (found.info.run_name, found.info.status, found.data.params["optim.lr"]) == ("mine", "FINISHED", "0.1")
-    assert [file.path for file in client.list_artifacts(found.info.run_id)] == ["report.html"]
 
 
 def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digits_run: Path) -> None:
@@ -305,7 +299,7 @@ def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dig
     shown: Curves = {}
     records = [record for file in sorted(run.glob("wandb/offline-run-*/*.wandb")) for record in wandb_records(file)]
     runs = {(r.run.run_id, r.run.project, r.run.display_name) for r in records if r.WhichOneof("record_type") == "run"}
-    assert runs == {(services.Memory(run, "wandb").values["id"], "digits", "mine")}
+    assert runs == {(Memory(run, "wandb").values["id"], "digits", "mine")}
     for record in records:
         row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         for name, value in row.items():

@@ -19,8 +19,7 @@ from accel_train.errors import print_line
 class Track(CommandOptions):
     """Send a run's curves, settings and result to a tracker, for example if the run trained without a network.
 
-    No step is sent twice. To send new steps, run the command again, even while the run is training. W&B and MLflow also
-    get the page of `accel-train report`, if it is in the folder of a finished run.
+    No step is sent twice. To send new steps, run the command again, even while the run is training.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -37,6 +36,6 @@ def track(arguments: Sequence[str]) -> int:
     """Run `accel-train track`; return the exit code."""
     options, _ = parse_command(Track, arguments, "accel-train track", positional=("run",))
     with importing(str(options.run)):
-        from accel_train.records.trackers.sending import track
+        from accel_train.records.trackers import track
     print_line(track(options.run, str(options.to)))
     return 0
