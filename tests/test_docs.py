@@ -510,7 +510,7 @@ def test_the_page_on_evaluation_works_as_it_is(digits_run: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_page_on_export_works_as_it_is(digits_run: Path, tmp_path: Path) -> None:
-    """But for the push. The script runs where nothing but onnxruntime, NumPy and Pillow can be imported."""
+    """But for the upload. The script runs where nothing but onnxruntime, NumPy and Pillow can be imported."""
     page = text_of("docs/export.md")
     run = tmp_path / "runs" / "mine"
     shutil.copytree(digits_run, run)

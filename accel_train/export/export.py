@@ -14,7 +14,6 @@ from accel_train.export.folder import check_free, new_folder, put_in_place
 from accel_train.export.formats import check_installed, load_onnx, load_pt2, write_onnx, write_pt2
 from accel_train.export.images import real_images
 from accel_train.export.preprocess import FILE, rules_of
-from accel_train.export.push import check_login, push
 from accel_train.export.timm_directory import load_timm, timm_architecture, write_timm
 from accel_train.export.verify import check
 from accel_train.launch.environment import Launch
@@ -28,8 +27,6 @@ class ExportResult:
 
     folder: Path
     files: tuple[Path, ...]
-    address: str
-    """Of the export on the hub; "" if it was not pushed."""
 
 
 def export(
@@ -40,16 +37,14 @@ def export(
     output: Path | None = None,
     checkpoint: Path | None = None,
     weights: str | None = None,
-    push_to_hub: str | None = None,
     trust_code: bool = False,
 ) -> ExportResult:
     """Write the model of the run in the folder `run` as "timm", "onnx" or "pt2", and compare it with the run.
 
     `output`: a folder; default RUN/export-FORMAT. `checkpoint`: see `find_weights`. `weights`: "model" or "ema";
     default: the EMA if there is one.
-    `push_to_hub`: a repository of the hub that gets the folder, too. Raises UserError; then nothing has been written,
-    unless the export is not what the run's model is (it is left in a folder whose name ends in -failed), or cannot be
-    pushed.
+    Raises UserError; then nothing has been written, unless the export is not what the run's model is: it is left in a
+    folder whose name ends in -failed.
     """
     launch.check_alone("export")
     check_installed(format)
@@ -59,8 +54,6 @@ def export(
     loaded = load(run, checkpoint, weights=weights, trust_code=trust_code)
     if format == "timm":
         timm_architecture(loaded.config.model, loaded.info)
-    if push_to_hub is not None:
-        check_login()
     LOGGER.info(loaded.title)
 
     rules = rules_of(loaded.info, loaded.config.augment)
@@ -78,5 +71,4 @@ def export(
         LOGGER.info(line)
     if found.failures:
         raise UserError(f"{'; '.join(found.failures)}. Do not use this export; it is in {shown}-failed.", code=1)
-    address = "" if push_to_hub is None else push(shown, push_to_hub)
-    return ExportResult(shown, tuple(sorted(shown.iterdir())), address)
+    return ExportResult(shown, tuple(sorted(shown.iterdir())))

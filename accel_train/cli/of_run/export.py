@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,16 +35,11 @@ class Export(CommandOptions):
     the final model, or the newest checkpoint of a run that has not finished."""
     weights: Literal["model", "ema"] | None = None
     """Which weights; default: the EMA if the run has one."""
-    push_to_hub: str | None = None
-    """Also upload the folder to this repository of the Hugging Face hub, ORG/NAME."""
     trust_code: bool = False
     """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
     def mistakes(self) -> list[str]:
-        mistakes = not_a_run(self.run)
-        if self.push_to_hub is not None and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", self.push_to_hub):
-            mistakes.append(f"--push-to-hub: expected ORG/NAME, found {self.push_to_hub!r}.")
-        return mistakes
+        return not_a_run(self.run)
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -64,10 +58,7 @@ def export(arguments: Sequence[str]) -> int:
         output=options.output,
         checkpoint=options.checkpoint,
         weights=options.weights,
-        push_to_hub=options.push_to_hub,
         trust_code=options.trust_code,
     )
     print_line(f"export: {result.folder}")
-    if result.address:
-        print_line(f"pushed: {result.address}")
     return 0
