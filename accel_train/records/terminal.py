@@ -11,15 +11,13 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -41,7 +39,6 @@ class LiveConsole(Console):
         super().__init__(**values)
         self._rich = rich
         self._live: Live | NotebookDisplay | None = None
-        self._drawn: list[int] = []  # the lengths of the lines of the display, as they are on the terminal
         self._figures: dict[str, str] = {}
         self._row: EpochRow | None = None  # of the epoch that has just ended
         self._row_update: int | None = None  # of the last one that was printed
@@ -53,9 +50,7 @@ class LiveConsole(Console):
         else:
             # A forked data worker must not print through the display: it may inherit its lock in the locked state.
             os.register_at_fork(after_in_child=_use_plain_streams)
-            # The thread that redraws it calls this.
-            display = partial(Display, self._draw, self._drawn)
-            self._live = Live(console=self._rich, get_renderable=display, refresh_per_second=REDRAWS_PER_SECOND)
+            self._live = Live(self, console=self._rich, refresh_per_second=REDRAWS_PER_SECOND)
         self._live.start()
         return self
 
@@ -135,6 +130,10 @@ class LiveConsole(Console):
         """Print on the terminal, broken between words."""
         self._rich.print(Text(wrapped(text, self._rich.width), style=style), soft_wrap=True)
 
+    def __rich__(self) -> Group:
+        """Return the display as it is now: `Live` draws it at each refresh and under each printed line."""
+        return self._draw(self._rich.width)
+
     def _draw(self, width: int) -> Group:
         """Return the display for a terminal of this width."""
         update, total = self.pace.update, self.pace.total_updates
@@ -170,10 +169,6 @@ class LiveConsole(Console):
 
 def _use_plain_streams() -> None:
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-
-
-# These cut lines off when they become narrower; all others break them anew.
-BREAKS_LINES_ANEW = "XTERM_VERSION" not in os.environ and not os.environ.get("TERM", "").startswith(("linux", "rxvt"))
 
 
 SHORT_NAMES = {"accuracy": "acc"}
@@ -214,30 +209,6 @@ class EpochRow:
         if len(self.lines(label, None, short=True)) <= width:
             return len(self.lines(label, None)) > width
         return max(map(len, self.lines(label, width).split("\n"))) > width
-
-
-class Display:
-    """The live display at the width that the terminal has when it is drawn.
-
-    If a terminal becomes narrower, most programs break the lines on it anew, so that the display takes more rows than
-    rich would erase. So those rows are erased here first.
-    """
-
-    def __init__(self, draw: Callable[[int], Group], drawn: list[int]) -> None:
-        """`draw`: makes the display for a width. `drawn`: the lengths of the lines on the terminal, kept here."""
-        self.draw, self.drawn = draw, drawn
-
-    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        rows = sum(max(1, -(-length // width)) for length in self.drawn)
-        if rows > len(self.drawn) and BREAKS_LINES_ANEW:
-            # Go to the first row, erase all, and go down as many rows as rich will go up. It writes after this.
-            console.file.write(f"\r\x1b[{rows - 1}A\x1b[J" + "\n" * (len(self.drawn) - 1))
-        lines = console.render_lines(self.draw(width), options, pad=False)
-        self.drawn[:] = [Segment.get_line_length(line) for line in lines]
-        for line in lines:
-            yield from line
-            yield Segment.line()
 
 
 PAGE = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'
