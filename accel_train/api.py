@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from accel_train.bench.bench import BenchResult
     from accel_train.bench.lr_finder import LearningRates
     from accel_train.config.schema import Config
-    from accel_train.data.tools.index import IndexResult
     from accel_train.data.tools.shards import ShardsResult
     from accel_train.doctor.doctor import Diagnosis
     from accel_train.export.export import ExportResult
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from accel_train.report.report import ReportResult
     from accel_train.run.ending import TrainingResult
 
-__all__ = ["bench", "check_data", "doctor", "evaluate", "export", "find_lr", "index", "load_run"]
+__all__ = ["bench", "check_data", "doctor", "evaluate", "export", "find_lr", "load_run"]
 __all__ += ["predict", "preview", "report", "shards", "train"]
 
 
@@ -193,15 +192,6 @@ def check_data(
     places = [None if path is None else Path(path) for path in (output, json_file)]
     with _configured({"data": data}, (), {}) as (config, _):
         return audit(config.data, output=places[0], json_file=places[1], processes=processes)
-
-
-def index(data: Any, *, verify: bool = False) -> IndexResult:
-    """Look through a data set of files, `data` as `train` takes it, and keep what is found: see data/tools/index.py."""
-    prepare_environment()
-    from accel_train.data.tools.index import make_index
-
-    with _configured({"data": data}, (), {}) as (config, _):
-        return make_index(replace(config.data, verify=verify))
 
 
 def shards(data: Any, output: str | Path, **options: Any) -> ShardsResult:

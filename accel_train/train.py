@@ -94,7 +94,7 @@ def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -
                 complete(accelerator, config, lease, result)
                 return TrainingResult(directory, True, result.get("stopped_by"), result, nothing_left=True)
 
-            splits = load_data(config, accelerator, stop_requests.ask)
+            splits = load_data(config, accelerator, lambda: stop_requests.reason)
             own_metrics = create_metrics(config, accelerator, splits)
             # Tries to open the images of validation and test in the background, while the model is created.
             check = HeldOutCheck(splits, launch.rank, launch.world_size)

@@ -40,8 +40,9 @@ class StorageServer(ThreadingHTTPServer):
         self.spans: list[tuple[float, float]] = []
         """When each request began and ended, time.monotonic()."""
         self.fault: Callable[[str, str, int], str | None] = lambda method, path, times: None
-        """What goes wrong in a request, or None: "503" (a status), "reset", "truncated", "stalled" or "changed".
-        `times`: how many requests of this method and path there were before."""
+        """What goes wrong in a request, or None: "503" (a status), "reset", "truncated", "stalled", "changed",
+        "endless" (a body without end), or the URL to which it leads. `times`: how many requests of this method and path
+        there were before."""
         self.ranges = self.tags = True
         """Whether it sends a part of a file if asked for one, and the ETag of each file."""
         self._lock, self._free_at = threading.Lock(), 0.0
@@ -117,6 +118,10 @@ class _Handler(BaseHTTPRequestHandler):
         server.spans.append((began, time.monotonic()))
         if fault is not None and fault.isdigit():
             return self._end(path, int(fault))
+        if fault is not None and "://" in fault:
+            return self._end(path, 302, Location=fault)
+        if fault == "endless" and with_body:
+            return self._send_without_end(path)
         try:
             content = (server.folder / path).read_bytes()
         except OSError:
@@ -160,8 +165,19 @@ class _Handler(BaseHTTPRequestHandler):
             with contextlib.suppress(OSError):
                 self.connection.close() if fault == "reset" else self.connection.shutdown(socket.SHUT_RDWR)
 
-    def _end(self, path: str, status: int) -> None:
+    def _send_without_end(self, path: str) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.server.log.append((self.command, path, 0))
+        with contextlib.suppress(OSError):  # until the client leaves
+            while True:
+                self.wfile.write(b"%x\r\n%s\r\n" % (BLOCK, bytes(BLOCK)))
+
+    def _end(self, path: str, status: int, **headers: str) -> None:
         self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", "0")
         self.server.log.append((self.command, path, 0))
         self.end_headers()

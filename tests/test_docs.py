@@ -557,7 +557,6 @@ def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> 
         "report",
         "runs",
         "check-data",
-        "index",
         "shards",
         "doctor",
         "find-lr",

@@ -282,8 +282,6 @@ EXCEPTIONS = {
     "export.preprocess": "an image of the user's, read by the code that other programs copy",
     "export.images": "an image of the data, which the source has read",
     # Not yet
-    "data.sources.remote.folder": "", "data.sources.remote.parquet": "", "data.sources.remote.shard_cache": "",
-    "data.sources.remote.storage": "", "data.sources.remote.unpacked": "",
 }  # fmt: skip
 """Modules that open files by themselves -> why they may."""
 

@@ -1,4 +1,4 @@
-"""`accel-train check-data`, `shards` and `index`: the images of a dataset, before training."""
+"""`accel-train check-data` and `shards`: the images of a dataset, before training."""
 
 from __future__ import annotations
 
@@ -28,16 +28,11 @@ class _Data(CommandOptions):
     root: Path = Path("data")
     """Folder, file or URL of the data, as in --data.root."""
     image_column: str | None = None
-    """csv, parquet and hfds: the column of the images, as in --data.image-column."""
+    """csv and hfds: the column of the images, as in --data.image-column."""
     label_column: str | None = None
-    """csv, parquet and hfds: the column of the labels, as in --data.label-column."""
-    cache_dir: Path | None = None
-    """Folder for copies of shards at a URL and for unpacked Parquet files, as in --data.cache-dir."""
-    cache_size: str | None = None
-    """For a URL: the copies take at most this much, such as 200GB, as in --data.cache-size."""
-
-    def mistakes(self) -> list[str]:
-        return _wrong_size("cache-size", self.cache_size)
+    """csv and hfds: the column of the labels, as in --data.label-column."""
+    stage: Path | None = None
+    """Copy the files of root, a URL or a slow path, to this folder first, as --data.stage does."""
 
     def data(self) -> Data:
         """The data as train has it. All options here that have the name of one of `--data` mean the same."""
@@ -54,8 +49,7 @@ class _Images(_Data):
     """Processes that read or decode; default: all cores."""
 
     def mistakes(self) -> list[str]:
-        wrong = below_one(processes=self.processes, max_pixels=self.max_pixels) + _wrong_range(self.range)
-        return wrong + super().mistakes()
+        return below_one(processes=self.processes, max_pixels=self.max_pixels) + _wrong_range(self.range)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +60,7 @@ class CheckData(_Images):
     images to training as --data.skip-unreadable. The exit code is 1 if a training would end with an error: because of
     unreadable images, class folders without any, or rows of a table without files.
 
+    It copies the files to the node if a training would (--stage), and makes their index, so that no training has to.
     The options of train are taken, too: `check-data RECIPE --data.root DIR` looks at the data that train would use.
     """
 
@@ -119,25 +114,9 @@ class Shards(_Images):
         for name, value in (("val", self.val_fraction), ("test", self.test_fraction)):
             if not 0 <= value < 1:
                 wrong.append(f"--{name}-fraction: expected at least 0 and less than 1, found {value:g}.")
-        return wrong + _wrong_size("shard-size", self.shard_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Index(_Data):
-    """Look through a dataset of files (folder, csv, tar, wds, parquet) and keep what is found; no training has to.
-
-    The first training does so, too. The index is a hidden file beside the data or, if its folder is read-only, among
-    the caches of your home. If the data has not changed since, nothing is done.
-    """
-
-    verify: bool = False
-    """Look in any case and compare all images with the index, as --data.verify does."""
-
-
-def _wrong_size(option: str, size: str | None) -> list[str]:
-    if size is None or bytes_of(size):
-        return []
-    return [f"--{option}: expected a size such as 256MB or 1GB, found {size!r}."]
+        if not bytes_of(self.shard_size):
+            wrong.append(f"--shard-size: expected a size such as 256MB or 1GB, found {self.shard_size!r}.")
+        return wrong
 
 
 def _wrong_range(values: tuple[float, float] | None) -> list[str]:
@@ -203,19 +182,4 @@ def shards(arguments: Sequence[str]) -> int:
     size = f"{written.shards:,} shard{'s' * (written.shards != 1)}, {written.bytes / 1e9:.3f} GB"
     print_line(f"{written.images:,} images in {size}. Train on them with")
     print_line(f"  accel-train train RECIPE {shlex.join(written.options)}", wraps=False)
-    return 0
-
-
-def index(arguments: Sequence[str]) -> int:
-    """Run `accel-train index`; return the exit code."""
-    options, _ = parse_command(Index, arguments, "accel-train index", positional=("name",))
-
-    check_root(options.data())
-    with importing(options.name):
-        from accel_train.data.tools.index import make_index
-
-    made = make_index(options.data())
-    what = "was there already" if made.was_there else "written"
-    print_line(f"{made.images:,} images of {made.classes:,} classes in {made.seconds:.1f} s; the index {what}:")
-    print_line(str(made.file))
     return 0

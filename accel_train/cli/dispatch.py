@@ -31,7 +31,6 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "recipes": ("of_recipe.recipes", "list the recipes, or print one"),
     "completion": ("info.completion", "complete commands and options with Tab in your shell"),
     "check-data": ("data", "find unreadable and equal images of a dataset, and empty classes"),
-    "index": ("data", "look through image files once, before the first training"),
     "shards": ("data", "write a dataset as WebDataset shards: copied, made smaller, or as pixels"),
 }
 

@@ -43,7 +43,6 @@ ABOVE_0 = Bound("a number above 0, at most 1", lambda x: 0 < x <= 1)
 PART = Bound("a number of at least 0 and below 1", lambda x: 0 <= x < 1)
 INTERVAL = Bound("two numbers, 0 < smallest <= largest", lambda x: 0 < x[0] <= x[1])
 COUNT = Bound("a whole number from 1 to 100", lambda x: 1 <= x <= 100)
-SIZE = Bound("a size such as 500MB, 200GB or 1.5TB", lambda x: bytes_of(x) > 0)
 ALL_POSITIVE = Bound("numbers greater than 0", lambda x: all(number > 0 for number in x))
 JITTER = Bound(
     "one number, or three or four: brightness, contrast, saturation, hue; none negative, hue at most 0.5",

@@ -57,8 +57,6 @@ def _check_image(source: Source, id: int) -> UserError | None:
     held, ids = unwrap_subset(source)
     assert isinstance(held, EncodedImages)
     number = id if ids is None else int(ids[id])
-    if not held.is_near(number):
-        return None
     try:
         image = held.open(number)
         if image.looks_truncated():

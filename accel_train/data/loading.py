@@ -201,10 +201,6 @@ def create_input_pipeline(
         )
         workers, prefetch = torch_loader.num_workers, torch_loader.prefetch_factor or 0
         loader = accelerator.prepare_data_loader(torch_loader)
-        if config.data.is_remote:
-            from accel_train.data.sources.remote.ahead import follow
-
-            loader = follow(loader, source, sampler, accelerator)
     else:
         workers = prefetch = 0
         loader = MemoryLoader(

@@ -14,7 +14,7 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.encoded import depth_notes, read_image
 from accel_train.data.sources.load import Splits
-from accel_train.data.sources.splits import Source, unwrap_subset
+from accel_train.data.sources.splits import Source
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, judged, on_each_rank
 from accel_train.errors import UserError
 from accel_train.files import file_system
@@ -27,11 +27,9 @@ NAMES, READ, READ_QUICKLY = 1_000_000, 64, 8  # samples whose names and sizes ar
 def data(exam: Examination) -> Finding:
     """The data loads, and all ranks have the same configuration, samples and classes."""
     expected = "the same samples and classes on all ranks"
-    if exam.quick and (size := max(exam.gather(_to_fetch(exam.config.data)))):
-        from accel_train.data.sources.remote.shard_cache import size_text
-
-        found = f"no index on the storage, nor on every node; to make it, shards of {size_text(size)} would be fetched"
-        return Finding(NOT_CHECKED, found, expected, f"Put the index there: accel-train index {exam.config.data.name}")
+    if exam.quick and max(exam.gather(_lacks(exam.config.data))):
+        found = "not all nodes have a copy of the files of data.root yet, which --quick does not make"
+        return Finding(NOT_CHECKED, found, expected, "Make it: accel-train check-data, or the training does")
     try:
         exam.splits = load_data(exam.config, exam.accelerator)
     except UserError as error:
@@ -41,16 +39,16 @@ def data(exam: Examination) -> Finding:
     return Finding(PASS, f"{found} images of {len(exam.splits.classes)} classes", expected)
 
 
-def _to_fetch(data: Data) -> int:
-    """Bytes of shards on a storage that this process would fetch to load the data. 0: none, or loading it says why."""
-    if not data.is_remote:
-        return 0
-    from accel_train.data.sources.remote.remote_index import bytes_to_fetch
+def _lacks(data: Data) -> bool:
+    """Whether this node has no copy of files that are copied to it before a training."""
+    if not data.is_staged:
+        return False
+    from accel_train.data.sources.staging import folder_for, kept
 
     try:
-        return bytes_to_fetch(data)
-    except UserError:
-        return 0
+        return kept(folder_for(data)) is None
+    except UserError:  # which loading the data says
+        return False
 
 
 def contents(exam: Examination) -> Finding:
@@ -77,15 +75,9 @@ def contents(exam: Examination) -> Finding:
     return Finding(FAIL, measured, expected, f"Compare {exam.config.data.root} on these nodes; copy it anew.")
 
 
-def _spread(source: Source, count: int) -> list[int]:
-    """About `count` numbers of its samples, evenly spaced; of shards on a storage those of the first one only."""
-    held, ids = unwrap_subset(source)
-    spread = range(0, len(source), max(1, len(source) // count))
-    numbers = getattr(held, "shard_numbers", None)
-    if numbers is None or not hasattr(held, "cache"):
-        return list(spread)
-    of_first = (numbers if ids is None else numbers[ids]) == numbers[0]
-    return [int(id) for id in of_first.nonzero()[:count, 0]]
+def _spread(source: Source, count: int) -> range:
+    """About `count` numbers of its samples, evenly spaced."""
+    return range(0, len(source), max(1, len(source) // count))
 
 
 def _names_and_sizes(source: Source, root: Path) -> tuple[str, str]:
@@ -124,8 +116,6 @@ def readable(exam: Examination) -> Finding:
     source = splits.to_train_on
     draw = torch.Generator().manual_seed(exam.launch.rank)
     ids = torch.randint(len(source), (count,), generator=draw).tolist()
-    if exam.config.data.is_remote:  # not from as many shards
-        ids = _spread(source, count)
     expected = f"{count} random images of each rank can be read"
     try:
         for id in ids:
@@ -142,7 +132,7 @@ def readable(exam: Examination) -> Finding:
 def reading(exam: Examination) -> Finding:
     """How long this file system takes to hand out a file of the data, others on each rank."""
     splits = exam.splits
-    if splits is None or splits.train.in_memory or exam.config.data.is_remote:
+    if splits is None or splits.train.in_memory or exam.config.data.is_staged:
         return Finding(NOT_CHECKED, "no image files")
     draw = torch.Generator().manual_seed(1000 + exam.launch.rank)
     ids = torch.randint(len(splits.train), (READ_QUICKLY if exam.quick else READ,), generator=draw).tolist()

@@ -110,35 +110,19 @@ def _refused(folder: Path, size: int) -> str:
 
 
 @on_each_rank
-def remote(exam: Examination) -> Finding:
-    """A storage (data.root is a URL) is as fast as the recipe trains, and the node has room for its shards."""
-    if not exam.config.data.is_remote:
-        return Finding(NOT_CHECKED, "the data is on no storage")
-    if exam.splits is None:
-        return Finding(NOT_CHECKED, "the data could not be loaded")
+def staging(exam: Examination) -> Finding:
+    """The storage of data that is copied to each node answers, and the node has room for it."""
+    if not exam.config.data.is_staged:
+        return Finding(NOT_CHECKED, "the data is read where it is")
     if exam.launch.local_rank != 0:  # one of each node
         return Finding(PASS, "")
-    from accel_train.data.sources.remote.probe import measure
-    from accel_train.data.sources.remote.shard_cache import cache_folder, size_text
+    from accel_train.data.sources.staging import look
 
-    speed = measure(exam.splits, quick=exam.quick)
-    if speed is None:
-        return Finding(NOT_CHECKED, "the data is on no storage")
-    found = f"{size_text(speed.bandwidth)}/s on each node, {speed.latency * 1000:.0f} ms until an answer"
-    expected, seconds = "", exam.measured.get("update_seconds")
-    nodes = len(set(exam.hosts))
-    needed = 0.0 if seconds is None else exam.config.batch_size / seconds * speed.image_bytes / nodes
-    if needed:
-        expected = f"{size_text(needed)}/s to train the first epoch at full speed"
-    folder = cache_folder(exam.config.data)
-    free = shutil.disk_usage(folder).free
-    if free < min(speed.missing, speed.wanted):
-        room = f"{size_text(free)} free in {folder} for shards of {size_text(speed.wanted)}"
-        return Finding(FAIL, room, "room for the shards", "Give --data.cache-dir, or less --data.cache-size.")
-    if speed.bandwidth < needed and speed.missing:
-        advice = f"The first epoch waits: {size_text(speed.missing)} are not on this node yet. Later ones wait if "
-        return Finding(WARN, found, expected, advice + "--data.cache-size is less than the data.")
-    return Finding(PASS, f"{found}; {size_text(speed.missing)} to fetch", expected)
+    expected = "an answer of the storage, and room for the copy"
+    try:
+        return Finding(PASS, look(exam.config.data), expected)
+    except UserError as error:
+        return Finding(FAIL, str(error), expected, "Give --data.stage, or see docs/large_data.md.")
 
 
 def save(exam: Examination) -> Finding:
@@ -212,7 +196,7 @@ def import_time(exam: Examination) -> Finding:
 
 CHECKS = (
     Check("room", room, quick=True),
-    Check("remote-data", remote, quick=True, seconds=5),
+    Check("staging", staging, quick=True, seconds=5),
     Check("save", save, quick=True, seconds=3),
     Check("shared-memory", shared_memory, quick=True),
     Check("open-files", open_files, quick=True),

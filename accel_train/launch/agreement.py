@@ -6,6 +6,8 @@ copy of the data) may be wrong on one of them.
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
 import uuid
 import zlib
@@ -13,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -21,9 +23,15 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from accel_train.errors import UserError, reason_of
 from accel_train.files import open_to_write
+from accel_train.launch.compat import process_group_store
+from accel_train.launch.parent import restart_count
 from accel_train.launch.process import hostname, ranges
 
 T = TypeVar("T")
+TICK_SECONDS, LEAVE_SECONDS = 1.0, 5.0
+SILENT_TICKS = 900
+"""Of this process, so that those of a job that was suspended do not count. Asking a slow storage takes minutes."""
+_rounds = itertools.count()  # of `once_a_node`: each has keys of its own
 
 
 def broadcast_from_main(accelerator: Accelerator, decide: Callable[[], T]) -> T:
@@ -76,6 +84,78 @@ def fail_together(accelerator: Accelerator, work: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
+
+
+def once_a_node(
+    accelerator: Accelerator, what: str, work: Callable[[Callable[[str], None]], str], stopped: Callable[[], str]
+) -> str:
+    """Let one process of each node do `work`, which may take hours, while the others wait without a collective.
+
+    `what`: the work, in messages: "staging". `work` calls the function that it is given about each second, with a text
+    on which all nodes must agree ("" until it is known), and returns that text. `stopped`: returns why this process is
+    to end, or "". If one process fails, is to end or is not heard of, all raise the same UserError.
+    """
+    node = _NodeWork(accelerator, what, stopped)
+    with naming_a_loss():
+        try:
+            fact = work(node.tick) if accelerator.is_local_main_process else ""
+            while not (agreed := node.agreed(fact)):
+                time.sleep(TICK_SECONDS)
+            return agreed
+        except UserError as error:
+            raise node.failed(error) from error
+
+
+class _NodeWork:
+    """What the processes tell each other during `once_a_node`, in the process group's store."""
+
+    def __init__(self, accelerator: Accelerator, what: str, stopped: Callable[[], str]) -> None:
+        self.rank, self.processes = accelerator.process_index, accelerator.num_processes
+        self.what, self.stopped = what, stopped
+        mains = gather_object([accelerator.is_local_main_process]) if self.processes > 1 else [True]
+        self.mains = [rank for rank, is_main in enumerate(mains) if is_main]
+        stores: Any = torch.distributed
+        # A connection of its own: a collective may hold the lock of the group's.
+        store = process_group_store().clone() if self.processes > 1 else stores.HashStore()
+        self.store = stores.PrefixStore(f"accel_train/{what}/{restart_count()}/{next(_rounds)}", store)
+        self.ticks, self.last_heard = 0, dict[int, tuple[Any, int]]()  # a rank: what it said, and our tick then
+
+    def tick(self, fact: str, *, done: bool = False) -> None:
+        """Say that this process lives, and look at the others. Raises UserError."""
+        self.ticks += 1
+        if reason := self.stopped():
+            raise UserError(f"Stopped by {reason} while {self.what}: the same command goes on with what is there.")
+        if self.store.check(["failed"]):
+            raise UserError(*json.loads(self.store.get("failed")))
+        if self.rank in self.mains:
+            self.store.set(str(self.rank), json.dumps([self.ticks, hostname(), fact, done]))
+        watched = [str(rank) for rank in (self.mains if self.rank == 0 else self.mains[:1])]
+        said = [json.loads(self.store.get(rank)) for rank in watched if self.store.check([rank])]
+        for rank, words in enumerate(said):
+            if self.last_heard.get(rank, ("", 0))[0] != words:
+                self.last_heard[rank] = words, self.ticks
+            elif self.ticks - self.last_heard[rank][1] > SILENT_TICKS:
+                raise UserError(f"{words[1]} has not been heard of for long, while {self.what}: was it lost?")
+        facts = {fact: host for _, host, fact, _ in said if fact}
+        if len(facts) > 1:
+            different = ", ".join(f"{host} {fact}" for fact, host in facts.items())
+            raise UserError(f"The nodes do not find the same while {self.what} ({different}): start again.")
+        if self.rank == 0 and len(said) == len(self.mains) and all(done for *_, done in said):
+            self.store.set("agreed", fact)
+
+    def agreed(self, fact: str) -> str:
+        """The text on which all nodes agree, once all of them are done; else ""."""
+        self.tick(fact, done=True)
+        return self.store.get("agreed").decode() if self.store.check(["agreed"]) else ""
+
+    def failed(self, error: UserError) -> UserError:
+        """The error that all processes raise: that of the first which has failed."""
+        first = json.loads(self.store.compare_set("failed", "", json.dumps(error.messages)))
+        left, deadline = self.store.add("left", 1), time.monotonic() + LEAVE_SECONDS
+        while self.rank == 0 and left < self.processes and time.monotonic() < deadline:
+            time.sleep(0.1)  # the store may end with this process
+            left = self.store.add("left", 0)
+        return UserError(*first, code=error.code)
 
 
 def check_agreement(accelerator: Accelerator, **facts: str) -> None:

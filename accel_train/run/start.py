@@ -69,10 +69,10 @@ def find_start(config: Config, accelerator: Accelerator) -> StartPoint:
     return StartPoint(config, None if resumes else found, resumes)
 
 
-def load_data(config: Config, accelerator: Accelerator, ask_to_stop: Callable[[str], None] | None = None) -> Splits:
+def load_data(config: Config, accelerator: Accelerator, stopped: Callable[[], str] = lambda: "") -> Splits:
     """The dataset with its splits. Raises UserError unless all processes have the same.
 
-    `ask_to_stop`: called with a reason if data on a storage is lost while the run goes on, before it is needed.
+    `stopped`: returns why this start is to end, or "", while files are copied to the node.
     """
     check_agreement(accelerator, **code_facts(config))  # before the user's own code runs
 
@@ -86,11 +86,11 @@ def load_data(config: Config, accelerator: Accelerator, ask_to_stop: Callable[[s
 
     # Only a user's Dataset may be loaded by all processes together; then they find its mistakes together.
     is_users = parse_reference("data.name", config.data.name) is not None
-    splits = load() if is_users else fail_together(accelerator, load)
-    if config.data.is_remote:
-        from accel_train.data.sources.remote.images import when_lost
+    if config.data.is_staged and not is_users:
+        from accel_train.data.sources.staging import stage_on_all_nodes
 
-        when_lost(splits, ask_to_stop)
+        stage_on_all_nodes(config.data, accelerator, stopped)
+    splits = load() if is_users else fail_together(accelerator, load)
     check_schedule(config.schedule, splits)
     check_best_metric(config, splits)
     drawn = {}

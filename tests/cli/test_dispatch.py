@@ -46,7 +46,7 @@ def test_traceback_is_an_option_of_every_command() -> None:
     [
         ["--help"], ["train", "--help"], ["evaluate", "--help"], ["predict", "-h"], ["recipes", "--help"],
         ["check-data", "--help"], ["init", "--help"], ["bench", "--help"], ["recipes"], ["runs", "--help"],
-        ["index", "--help"], ["completion", "--help"], ["meet", "--help"], ["submit", "--help"],
+        ["completion", "--help"], ["meet", "--help"], ["submit", "--help"],
         ["shards", "--help"],
     ],
 )  # fmt: skip
@@ -95,7 +95,7 @@ def test_help_lists_each_command_with_a_line() -> None:
          "--output: expected a name that ends in .csv or .jsonl, found 'a.txt'."),
         (["check-data", "folder", "--processes", "-1"], "--processes: expected at least 1, found -1."),
         *[([*words, "folder", "--data.root" if "digits" in words else "--root", "{run}/no"], NO_ROOT) for words in
-          (["train", "digits", "--data.name"], ["find-lr", "digits", "--data.name"], ["index"], ["check-data"],
+          (["train", "digits", "--data.name"], ["find-lr", "digits", "--data.name"], ["check-data"],
            ["preview", "digits", "--data.name"])],
         (["bench", "digits", "--data.name", "folder", "--data.root", "{run}/no"],
          f"{NO_ROOT} Or measure on synthetic images: --synthetic."),

@@ -90,7 +90,7 @@ def test_tab_in_bash() -> None:
     assert offered(script, "accel-train", "evaluate", "RUN", "--split", "") == {"test", "val", "train"}
     assert offered(script, "accel-train", "evaluate", "RUN", "--data.roo") == {"--data.root"}
     assert offered(script, "accel-train", "check-data", "folder", "--roo") == {"--root"}
-    for command in ("check-data", "index", "shards"):
+    for command in ("check-data", "shards"):
         assert "--name" not in offered(script, "accel-train", command, "folder", "--")  # a word, of their base class
     for command in ("preview", "find-lr"):
         assert offered(script, "accel-train", command, "dig") == {"digits"}

@@ -440,8 +440,6 @@ def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from([*FALLING, "constant", "step", "plateau", "torch.nn.functional:relu"])
     if key == "augment.policy":
         return st.sampled_from(["none", "augmix", "rand-m9-n2-mstd0.5-inc1", "original-mstd0.5"])
-    if key == "data.cache-size":
-        return st.none() | st.sampled_from(["200GB", "1.5 TB", "512MiB"])
     if key == "data.root":
         return st.sampled_from([Path("data"), Url("s3://bucket/a b"), Url("https://host/train-{000..127}.tar")])
     if key == "augment.own":
@@ -499,7 +497,7 @@ def test_a_url_keeps_its_slashes() -> None:
 def test_sizes(size: str, count: float) -> None:
     assert bytes_of(size) == count
     for wrong in (size[:-1], f"~{size}", f"{size}s", "1.2.3GB", "0GB", 330 * "9" + "B"):
-        assert "--data.cache-size: expected a size such as" in told("digits", "--data.cache-size", wrong)
+        assert bytes_of(wrong) == 0
 
 
 @st.composite

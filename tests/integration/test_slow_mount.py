@@ -11,9 +11,6 @@ import slow_mount
 from shard_files import write_shards
 from slow_mount import SlowMount
 
-from accel_train.config.schema import Data
-from accel_train.data.tools.index import make_index
-
 pytestmark = pytest.mark.skipif(bool(slow_mount.missing()), reason=slow_mount.missing())
 WORDS = "digits --data.name wds --data.workers 2 --model.image-size 8 --augment.crop resized --batch-size 16"
 WORDS += " --virtual-batch-size 8 --bitwise true --epochs 2"
@@ -48,7 +45,6 @@ def test_the_mount_has_the_same_files_and_counts_what_is_read(tmp_path: Path) ->
 def test_a_run_is_that_on_the_disk(tmp_path: Path, order: str) -> None:
     folder, place = write_shards(tmp_path / "data"), tmp_path / "mount"
     place.mkdir()
-    make_index(Data("wds", folder))
     with SlowMount(folder, place, latency=0.01, bandwidth=5e6) as mount:
         slow = trained(place, tmp_path / "slow", "--data.order", order)
         assert mount.counts()[0] > 0

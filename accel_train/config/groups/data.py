@@ -13,7 +13,6 @@ from accel_train.config.declaration import (
     NOT_NEGATIVE,
     PART,
     POSITIVE,
-    SIZE,
     SPLIT,
     Bound,
     Free,
@@ -27,12 +26,12 @@ class Data:
         DECIDES_SAMPLES,
     ] = "digits"
     """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, csv (data.root is the table), synthetic,
-    tar, wds, parquet, torch/NAME, hfds/NAME, or your own FILE.py:FUNCTION."""
+    tar, wds, torch/NAME, hfds/NAME, or your own FILE.py:FUNCTION."""
     root: Annotated[
         Path,
         Free("the next machine may keep the same data in another folder"),
     ] = Path("data")
-    """Folder of the dataset, a table, or the folder torchvision downloads to; of tar, wds and parquet also the URL
+    """Folder of the dataset, a table, or the folder torchvision downloads to; tar, wds, hfds/parquet: also the URL
     of a folder or of files: s3://bucket/train, https://host/train-{0000..0127}.tar, hf://datasets/user/name."""
     val_fraction: Annotated[
         float,
@@ -66,7 +65,7 @@ class Data:
     """shuffle: each training sample once an epoch; balanced: draw each class equally often, in an epoch of the same
     length; weights: draw samples by their weights in the data."""
     order: Annotated[Literal["full", "shards"], DECIDES_SAMPLES] = "full"
-    """full: random over the whole set; shards (for tar, wds and parquet): open a few shards at a time and shuffle among
+    """full: random over the whole set; shards (for tar and wds): open a few shards at a time and shuffle among
     these, for data on a network file system or in an object store (docs/large_data.md)."""
     open_shards: Annotated[int, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES] = 16
     """data.order=shards: how many shards each canonical node mixes at a time."""
@@ -89,18 +88,16 @@ class Data:
         Free("where the pixels are kept, not their values"),
     ] = "auto"
     """Where images are kept: device memory, host memory or disk; auto: the fastest with enough room."""
-    cache_dir: Annotated[Path | None, Free("where copies of shards are kept, not what is in them")] = None
-    """Folder on a disk of this node for the shards of a data.root that is a URL, and for unpacked Parquet files, shared
-    by its processes and kept for the next start; default: ~/.cache/accel_train/shards."""
-    cache_size: Annotated[str | None, SIZE, Free("how many copies of shards are kept, not what is in them")] = None
-    """The shards of one data.root take at most this much of data.cache-dir, such as 200GB; default: all are kept."""
+    stage: Annotated[Path | None, Free("where the files are copied to, not what is in them")] = None
+    """tar, wds, hfds/parquet: copy the files of data.root, a URL or a slow path, to this folder on a disk of the node
+    before the training, and keep them; default for a URL: the job's local directory, else ~/.cache/accel_train."""
     reduced_decode: bool = True
     """In training, decode JPEGs of at least twice the needed size at a reduced size, which is faster."""
     # 1.4 to 2 times as fast. Median PSNR against Pillow's resize of the full image: 48 dB; with false: 61 dB.
     image_column: Annotated[str | None, DECIDES_SAMPLES] = None
-    """csv, parquet and hfds: the column of the images (csv: of their files); default: found by name or type."""
+    """csv and hfds: the column of the images (csv: of their files); default: found by name or type."""
     label_column: Annotated[str | None, DECIDES_SAMPLES] = None
-    """csv, parquet and hfds: the column of the labels; default: found by its name or type."""
+    """csv and hfds: the column of the labels; default: found by its name or type."""
     max_pixels: Annotated[
         int, POSITIVE, Free("it leaves out images that end a run otherwise; all others keep their index")
     ] = 178_956_970
@@ -120,6 +117,6 @@ class Data:
     """Image files: 1 converts them to greyscale. synthetic: 1 or 3."""
 
     @property
-    def is_remote(self) -> bool:
-        """Whether the data is in shards of which this node keeps copies: data.root is a URL, or has Parquet files."""
-        return "://" in str(self.root) or self.name == "parquet"
+    def is_staged(self) -> bool:
+        """Whether this node keeps a copy of the files: data.root is a URL, or data.stage is given."""
+        return "://" in str(self.root) or self.stage is not None

@@ -50,12 +50,15 @@ def _file_of(image: dict[str, Any] | None, max_pixels: int) -> bytes:
     return content
 
 
-def hub(data: Data) -> Splits:
-    """Load the dataset that `data.name` names: hfds/NAME. Raises UserError."""
+def hub(data: Data, folder: Path | None = None) -> Splits:
+    """Load the dataset that `data.name` names: hfds/NAME. Raises UserError.
+
+    `folder`: this node's copy of the files that `data.root` names.
+    """
     if importlib.util.find_spec("datasets") is None:
         raise UserError(f"the data '{data.name}' needs the package datasets: pip install 'accel-train[datasets]'.")
     try:
-        return _hugging_face(data)
+        return _hugging_face(data, folder)
     except UserError:
         raise
     except Exception as error:  # they raise many kinds of errors: no such dataset, no network, no disk space, …
@@ -63,21 +66,22 @@ def hub(data: Data) -> Splits:
         raise UserError(f"the data '{data.name}' cannot be read: {why[:300]}") from error
 
 
-def _hugging_face(data: Data) -> Splits:
+def _hugging_face(data: Data, folder: Path | None) -> Splits:
     datasets: Any = importlib.import_module("datasets")
     if os.environ.get("RANK", "0") != "0":
         datasets.disable_progress_bars()
     name = data.name.partition("/")[2]
-    builder = type(datasets.load_dataset_builder(name, cache_dir=str(data.root))).__module__.rpartition(".")[2]
+    where: dict[str, Any] = {"path": name, "cache_dir": str(data.root)}
+    if name in BUILDERS:  # it reads the files in data.root, or the copy of them, beside which it converts them
+        where = {"path": name, "data_dir": str(folder or data.root), "cache_dir": folder and str(folder / ".arrow")}
+    builder = type(datasets.load_dataset_builder(**where)).__module__.rpartition(".")[2]
     if builder not in BUILDERS:
         raise UserError(
             f"the data '{data.name}' would be read by the builder {builder} of datasets: expected one of images "
             f"({', '.join(BUILDERS)}); others may run code that is in the data."
         )
-    named = named_splits(datasets.get_dataset_split_names(name), data)
-    tables = {
-        split: datasets.load_dataset(name, split=stored, cache_dir=str(data.root)) for split, stored in named.items()
-    }
+    named = named_splits(datasets.get_dataset_split_names(**where), data)
+    tables = {split: datasets.load_dataset(split=stored, **where) for split, stored in named.items()}
     return splits_of_tables(data, tables, named)
 
 

@@ -33,7 +33,6 @@ LOADERS = {
     "csv": ("files.table", "table"),
     "tar": ("files.tars", "tar"),
     "wds": ("files.webdataset", "webdataset"),
-    "parquet": ("remote.remote_index", "remote"),
     "wds/NAME": ("files.webdataset", "webdataset"),
     "hfds/NAME": ("hub", "hub"),
 }
@@ -73,15 +72,17 @@ def read_splits(data: Data, *, size: int = SYNTHETIC_SIZE, download: bool = True
     """The dataset before it is divided; it may have a `mistake`. Parameters as above. Raises UserError."""
     reference = parse_reference("data.name", data.name)
     if reference is not None:
+        if data.stage is not None:
+            raise UserError("--data.stage: nothing is copied for your own code that reads data; remove the option.")
         from accel_train.data.sources.user.splits import user_data
 
         splits = user_data(data, reference, record)
     else:
         splits = _load(data, size, download)
     for option, column in (("image-column", data.image_column), ("label-column", data.label_column)):
-        if column is not None and data.name.partition("/")[0] not in ("csv", "parquet", "hfds"):
+        if column is not None and data.name.partition("/")[0] not in ("csv", "hfds"):
             raise UserError(
-                f"--data.{option} {column}: only csv, parquet and hfds/NAME have columns, and --data.name is "
+                f"--data.{option} {column}: only csv and hfds/NAME have columns, and --data.name is "
                 f"'{short_name('data.name', data.name)}'; remove it."
             )
     if given_splits(data) and data.name.partition("/")[0] not in ("folder", "hfds"):
@@ -98,6 +99,11 @@ def read_splits(data: Data, *, size: int = SYNTHETIC_SIZE, download: bool = True
 
 
 def _load(data: Data, size: int, download: bool) -> Splits:
+    copy: dict[str, Path] = {}
+    if data.is_staged:
+        from accel_train.data.sources.staging import staged
+
+        copy["folder"] = staged(data, download=download)
     prefix, _, rest = data.name.partition("/")
     name = rest if prefix == "torch" else data.name  # timm's names for torchvision's datasets
     if name in PUBLISHED:
@@ -107,16 +113,12 @@ def _load(data: Data, size: int, download: bool) -> Splits:
         return digits()
     if name == "synthetic":
         return synthetic(data, size)
-    if data.is_remote:
-        from accel_train.data.sources.remote.remote_index import remote
-
-        return remote(data)
     kind = f"{prefix}/NAME" if rest else name
     if kind in LOADERS:
         module, function = LOADERS[kind]
-        if module == "hub" and not download:
+        if module == "hub" and not (download or copy):
             raise UserError(f"the dataset '{data.name}' is not available here; training downloads it from its hub.")
-        splits: Splits = getattr(importlib.import_module(f"{__package__}.{module}"), function)(data)
+        splits: Splits = getattr(importlib.import_module(f"{__package__}.{module}"), function)(data, **copy)
         return splits
     if name.lower().endswith(".csv"):
         raise UserError(f"--data.name {name}: for a table give --data.name csv --data.root {shlex.quote(name)}.")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from accel_train.config.groups.data import Data
+from accel_train.config.url import check_protocol, is_url
 from accel_train.data.sources.files.csv_rows import csv_rows
 from accel_train.errors import UserError
+from accel_train.user_code.reference import parse_reference
 
 NAMED = {
     "tar": "a tar file or a folder of them",
     "wds": "the folder of the shards",
-    "parquet": "a Parquet file or a folder of them",
+    "hfds/parquet": "a folder of Parquet files",
 }
 """What --data.root names, by --data.name."""
 
@@ -17,7 +19,9 @@ NAMED = {
 def check_root(data: Data) -> None:
     """Raise UserError if the data is to be on this machine, and is not where --data.root says."""
     root, kind = data.root, data.name.partition("/")[0]
-    if "://" in str(root):
+    if is_url(root):
+        if parse_reference("data.name", data.name) is None:
+            check_protocol(root)
         return
     if kind == "digits" and root != Data().root:
         # Whoever names own data and leaves out the name, whose default is digits, must not get a model of digits.
@@ -32,5 +36,6 @@ def check_root(data: Data) -> None:
         raise UserError(f"--data.root {root} {what}; name the folder that holds train/ or the class folders.{table}")
     if kind == "csv" and not root.is_file():
         next(csv_rows(root), None)  # says what it is
-    if kind in NAMED and not root.exists():
-        raise UserError(f"--data.root {root} does not exist; name {NAMED[kind]}.")
+    named = NAMED.get(data.name, NAMED.get(kind))
+    if named is not None and not root.exists():
+        raise UserError(f"--data.root {root} does not exist; name {named}.")

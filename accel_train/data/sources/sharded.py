@@ -21,11 +21,9 @@ def shard_table(data: Data, source: Source) -> ShardTable:
     held, ids = unwrap_subset(source)
     numbers: torch.Tensor | None = getattr(held, "shard_numbers", None)
     if numbers is None:
-        kind, _, name = data.name.partition("/")
-        hub = f"--data.name parquet --data.root hf://datasets/{name} reads the hub's files so; " * (kind == "hfds")
         raise UserError(
-            f"--data.order shards: the images of '{short_name('data.name', data.name)}' are not in shards; {hub}write "
-            "them with `accel-train shards` and give --data.name wds (docs/large_data.md), or use --data.order full."
+            f"--data.order shards: the images of '{short_name('data.name', data.name)}' are not in shards; write them "
+            "with `accel-train shards` and give --data.name wds (docs/large_data.md), or use --data.order full."
         )
     return ShardTable.of(numbers if ids is None else numbers[ids])
 

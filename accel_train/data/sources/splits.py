@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
+from accel_train.config.url import folder_of, is_url
 from accel_train.data.sources.files.depth import ValueRange
 from accel_train.data.sources.files.images import default_mean_std
 from accel_train.errors import UserError, first_of, nearest
@@ -210,9 +211,7 @@ def names_root(data: Data) -> Path:
     It is data.root, but the folder of a table, and of the files that a URL with braces names: the same files have the
     same names in the table and in the folder.
     """
-    if data.is_remote:
-        from accel_train.config.url import folder_of
-
+    if is_url(data.root):
         return folder_of(data.root)
     return data.root.parent if data.name == "csv" else data.root
 

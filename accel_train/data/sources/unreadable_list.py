@@ -25,7 +25,7 @@ from accel_train.files import atomic_write
 from accel_train.untrusted import read_regular_file
 from accel_train.user_code.reference import short_name
 
-OF_ONE_PLACE = ("folder", "csv", "tar", "wds", "parquet")
+OF_ONE_PLACE = ("folder", "csv", "tar", "wds")
 """Names of data that `data.root` alone says."""
 HEAD = "# accel-train check-data: "
 

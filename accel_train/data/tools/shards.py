@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import posixpath
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +20,12 @@ from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.files.depth import range_text
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.files.images import default_mean_std
+from accel_train.data.sources.files.index import CHANGING, SETTLED_SECONDS
 from accel_train.data.sources.files.listing import is_image
 from accel_train.data.sources.files.raw import RAW_FORMAT
+from accel_train.data.sources.files.webdataset import index_of
 from accel_train.data.sources.load import Source, Splits, Subset, load_splits
 from accel_train.data.sources.splits import names_root, sample_keys, unwrap_subset
-from accel_train.data.tools.index import KINDS, make_index
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes
 from accel_train.data.tools.shard_samples import pack
 from accel_train.data.tools.shard_writer import FINISHED, ShardWriter, begin, finish, locked
@@ -32,6 +34,7 @@ from accel_train.keyed import key, permuted
 from accel_train.launch.process import available_cores
 
 CHUNK = 16  # images of one job: those of a camera have some megabytes each, and several jobs wait for their turn
+OF_FILES = ("folder", "csv", "tar", "wds")  # data that would find the shards among its own files
 WORTH_A_PROCESS = 1000  # images to copy; to start one takes some seconds
 SHORT_SIDE = 256
 """Of images that are made smaller, in pixels."""
@@ -81,7 +84,7 @@ def write_shards(
         raise UserError(f"shard_samples: expected 1 or more, found {shard_samples}.")
     if is_url(output):
         raise UserError(f"{output}: shards are written into a folder of this machine; upload them from there.")
-    if data.name.partition("/")[0] in KINDS and data.root.resolve() in (output.resolve(), *output.resolve().parents):
+    if data.name.partition("/")[0] in OF_FILES and data.root.resolve() in (output.resolve(), *output.resolve().parents):
         raise UserError(f"{output} is in the data's own folder, which would have the shards, too; name one beside it.")
     splits = load_splits(replace(data, verify=True), seed)  # all images are read, so that to compare them costs little
     _warn(splits)
@@ -99,11 +102,21 @@ def write_shards(
             with ShardWriter(output, shards, shard_bytes, shard_samples) as writer:
                 _write(writer, sources, keys, processes, encoding, short_side, shows_progress=shows_progress)
             finish(output, shards, splits.classes)
-    images, found = sum(map(len, sources.values())), make_index(Data(name="wds", root=output)).images
+    images, found = sum(map(len, sources.values())), _indexed(output)
     if found != images:
         raise UserError(f"{output}: {images:,} images were written, {found:,} are there. Delete it and start again.")
     total = sum(shard.bytes for shard in shards)
     return ShardsResult(output, len(shards), images, total, was_there, tuple(_options(splits, output, data, encoding)))
+
+
+def _indexed(folder: Path) -> int:
+    """Make the index of the shards in the folder, and return how many images they have. No index is kept of files that
+    have just changed, so wait a moment."""
+    data = Data(name="wds", root=folder)
+    if (index := index_of(data, folder)).unkept == CHANGING:
+        time.sleep(SETTLED_SECONDS + 0.5)
+        index = index_of(data, folder)
+    return len(index)
 
 
 def _warn(splits: Splits) -> None:

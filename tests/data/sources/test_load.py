@@ -34,7 +34,7 @@ def test_data_of_ones_own_without_its_name_is_not_replaced_by_digits(root: str, 
 
 @pytest.mark.parametrize("option", ["image_column", "label_column"])
 def test_data_without_columns(option: str) -> None:
-    with pytest.raises(UserError, match=f"--data.{option.replace('_', '-')} x: only csv, parquet and hfds/NAME have"):
+    with pytest.raises(UserError, match=f"--data.{option.replace('_', '-')} x: only csv and hfds/NAME have"):
         load_splits(Data(**{option: "x"}), 0)  # type: ignore[arg-type]
 
 

@@ -38,10 +38,6 @@ class EncodedImages(ABC):
     @abstractmethod
     def name(self, id: int) -> str: ...
 
-    def is_near(self, id: int) -> bool:
-        """Whether the image can be read without a download."""
-        return True
-
     def states(self) -> Iterable[str]:
         """Texts that change when an image is changed, such as size and time of its file. Raises OSError."""
         return ()
@@ -111,7 +107,7 @@ def read_image(path: Path, max_pixels: int = MAX_PIXELS) -> bytes:
 def check_command(data: Data) -> str:
     """The command that lists the unreadable images of `data`."""
     words = ["accel-train", "check-data", data.name, "--root", str(data.root)]
-    given = {"image-column": data.image_column, "label-column": data.label_column, "cache-dir": data.cache_dir}
+    given = {"image-column": data.image_column, "label-column": data.label_column, "stage": data.stage}
     for option, value in given.items():
         words += [] if value is None else [f"--{option}", str(value)]
     value_range = "" if data.range is None else f" --range {range_text(data.range)}"
@@ -143,8 +139,6 @@ def depth_notes(source: Source) -> list[str]:
     for number in range(count):
         position = number * (len(source) - 1) // max(1, count - 1)
         id = position if ids is None else int(ids[position])
-        if not held.is_near(id):
-            continue
         try:
             if (value := held.open(id).largest_of_16_bits()) is not None:
                 largest.append(value)

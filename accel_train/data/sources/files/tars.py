@@ -30,7 +30,7 @@ from accel_train.data.sources.files.index_file import Index, SplitFiles
 from accel_train.data.sources.files.listing import is_image
 from accel_train.data.sources.files.raw import EXTENSIONS, HEADER, LONGEST_HEADER, RawImage
 from accel_train.data.sources.shared import SharedArray, StringArray
-from accel_train.data.sources.splits import SPLIT_NAMES, Splits
+from accel_train.data.sources.splits import SPLIT_NAMES, Splits, names_root
 from accel_train.errors import UserError
 from accel_train.untrusted import open_to_read
 
@@ -58,10 +58,14 @@ class Member:
 class TarImages(EncodedImages):
     """Images inside tar files, read at their positions without unpacking."""
 
-    def __init__(self, root: Path, tars: tuple[str, ...], files: SplitFiles, data: Data) -> None:
-        """`tars`: relative to `root`, by their numbers in `files.positions`."""
+    def __init__(
+        self, root: Path, tars: tuple[str, ...], files: SplitFiles, data: Data, folder: Path | None = None
+    ) -> None:
+        """`tars`: relative to `root`, by their numbers in `files.positions`. `folder`: where they are read, if not in
+        `root`, which names the images: this node has a copy of it."""
         super().__init__(files.labels, data)
         self.root, self.tars, self.names = root, tars, files.names
+        self.folder = root if folder is None else folder
         assert files.positions is not None
         self.positions = files.positions
         self._maps: dict[int, mmap.mmap] = {}
@@ -78,7 +82,7 @@ class TarImages(EncodedImages):
     def read(self, id: int) -> bytes:
         self.names.check()
         tar, offset, size = map(int, self.positions.array[id])
-        with self.open_tar(tar) as file:
+        with open_to_read(self.folder / self.tars[tar], buffering=0) as file:
             file.seek(offset - tarfile.BLOCKSIZE)
             content = file.read(tarfile.BLOCKSIZE + size)
         _check_member(content[: tarfile.BLOCKSIZE], size, len(content) - tarfile.BLOCKSIZE)
@@ -107,7 +111,7 @@ class TarImages(EncodedImages):
         if tar not in self._maps:
             if len(self._maps) == MOST_MAPPED:
                 del self._maps[next(iter(self._maps))]  # images in it keep it
-            with self.open_tar(tar) as file:
+            with open_to_read(self.folder / self.tars[tar], buffering=0) as file:
                 # torch wants writable memory; the file itself is never changed.
                 self._maps[tar] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         whole = memoryview(self._maps[tar])
@@ -123,10 +127,6 @@ class TarImages(EncodedImages):
             self._verified[id] = True
         return image
 
-    def open_tar(self, number: int) -> IO[bytes]:
-        """Raises OSError."""
-        return open_to_read(self.root / self.tars[number], buffering=0)
-
     def name(self, id: int) -> str:
         tar = self.tars[int(self.positions.array[id, 0])]
         return "/".join(part for part in (str(self.root), tar, self.names[id]) if part)
@@ -137,7 +137,7 @@ class TarImages(EncodedImages):
         return (prefixes[number] + name for number, name in zip(numbers, self.names, strict=True))
 
     def states(self) -> Iterable[str]:
-        return (file_state(self.root / tar if tar else self.root) for tar in self.tars)
+        return (file_state(self.folder / tar) for tar in self.tars)
 
 
 def _check_member(header: bytes, size: int, there: int) -> None:
@@ -163,16 +163,14 @@ def packed(name: str, content: Any, kind: Literal[0, 1, 2] = tarfile.GNU_FORMAT)
     yield bytes(-len(content) % tarfile.BLOCKSIZE)
 
 
-def members_of(root: Path, tar: str, copy: Path | None = None) -> Iterator[tuple[Member, IO[bytes]]]:
+def members_of(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
     """Yields each file in the tar file `root / tar`, with its content.
 
-    `copy`: where it is read, if `root` is a URL. It clears `TarFile.members` and reads `TarFile.offset` (checked with
-    Python 3.11). Raises UserError.
+    It clears `TarFile.members` and reads `TarFile.offset` (checked with Python 3.11). Raises UserError.
     """
     path = root / tar
-    readable = copy or path
     try:
-        with open_to_read(readable) as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
+        with open_to_read(path) as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
             size = os.fstat(opened.fileno()).st_size
             for info in archive:
                 if info.size < 0 or info.issparse():  # tarfile would read a header repeatedly, or data from elsewhere
@@ -195,7 +193,7 @@ def members_of(root: Path, tar: str, copy: Path | None = None) -> Iterator[tuple
                     raise tarfile.ReadError("unexpected end of data")
                 yield Member(name, tar, info.offset_data, info.size), content
                 archive.members = []  # type: ignore[attr-defined]  # free the memory of tarfile's list of members
-            with open_to_read(readable) as file:
+            with open_to_read(path) as file:
                 _check_end(archive, file)
     except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(
@@ -217,18 +215,17 @@ def _check_end(archive: tarfile.TarFile, file: IO[bytes]) -> None:
             raise tarfile.ReadError("data follows its end marker; pack concatenated tar files as one archive")
 
 
-def tar(data: Data) -> Splits:
+def tar(data: Data, folder: Path | None = None) -> Splits:
     """A tar file with a tree of class folders, or a folder of them: train.tar, val.tar, … or CLASS.tar, ….
 
-    Raises UserError.
+    `folder`: this node's copy of what `data.root` names. Raises UserError.
     """
-    index = index_of(data)
-    return splits_of_index(data, index, lambda files: TarImages(data.root, index.tars, files, data))
+    index = index_of(data, data.root if folder is None else folder)
+    return splits_of_index(data, index, lambda files: TarImages(names_root(data), index.tars, files, data, folder))
 
 
-def index_of(data: Data) -> Index:
+def index_of(data: Data, root: Path) -> Index:
     """Raises UserError."""
-    root = data.root
 
     def places() -> list[str]:
         return [""] if root.is_file() else sorted(path.name for path in root.glob("*.tar"))
@@ -241,13 +238,7 @@ def index_of(data: Data) -> Index:
 
 def _look(root: Path, tars: list[str], progress: Progress) -> Index:
     """Read the headers of all tar files in `root`. Raises UserError."""
-    return index_of_trees(root, tars, on_all_cores(partial(images_in, root), tars), progress)
-
-
-def index_of_trees(
-    root: Path, tars: Sequence[str], found: Iterable[tuple[dict[str, Member], Counter[str]]], progress: Progress
-) -> Index:
-    """The index of trees of class folders in `tars`, from what `images_in` has found in each. Raises UserError."""
+    found = on_all_cores(partial(images_in, root), tars)
     others: Counter[str] = Counter()
     images: dict[str, Member] = {}
     for name, (members, others_there) in zip(tars, found, strict=True):
@@ -272,11 +263,11 @@ def index_of_trees(
     return replace(index, ignored=ignored, notes=tuple(notes), mistake=mistake)
 
 
-def images_in(root: Path, tar: str, copy: Path | None = None) -> tuple[dict[str, Member], Counter[str]]:
+def images_in(root: Path, tar: str) -> tuple[dict[str, Member], Counter[str]]:
     """The images in a tar file by their names, and the extensions of the other files. Raises UserError."""
     members: dict[str, Member] = {}
     others: Counter[str] = Counter()
-    for member, _ in members_of(root, tar, copy):
+    for member, _ in members_of(root, tar):
         if is_image(posixpath.basename(member.name)):
             members[member.name] = member
         else:

@@ -7,7 +7,7 @@ import json
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from accel_train.data.sources.files.index import Progress, indexed, splits_of_in
 from accel_train.data.sources.files.index_file import Index
 from accel_train.data.sources.files.listing import is_image
 from accel_train.data.sources.files.tars import Member, TarImages, index_of_members, members_of
-from accel_train.data.sources.splits import SPLIT_NAMES, Splits
+from accel_train.data.sources.splits import SPLIT_NAMES, Splits, names_root
 from accel_train.errors import UserError, first_of
 from accel_train.untrusted import read_regular_file
 
@@ -36,22 +36,30 @@ UNFINISHED = ".accel-train-shards.partial"
 """In a folder into which `accel-train shards` is writing."""
 
 
-def webdataset(data: Data) -> Splits:
+def webdataset(data: Data, folder: Path | None = None) -> Splits:
     """WebDataset shards in `data.root` (or its subfolder NAME, for `wds/NAME`): KEY.jpg with KEY.cls.
 
     Their splits follow from _info.json, if there is one, or else from their names: NAME-train-0000.tar. The names
-    of the classes are its `classes`, or else their numbers. Raises UserError.
+    of the classes are its `classes`, or else their numbers. `folder`: this node's copy of them. Raises UserError.
     """
-    index = index_of(data)
-    return splits_of_index(data, index, lambda files: TarImages(_root(data), index.tars, files, data))
-
-
-def index_of(data: Data) -> Index:
-    """Raises UserError."""
+    index = index_of(data, _root(data) if folder is None else folder)
     root = _root(data)
+    if folder is not None:
+        root = names_root(data)
+        root = root.parent if (folder / root.name).is_file() else root  # of the only shard
+    return splits_of_index(data, index, lambda files: TarImages(root, index.tars, files, data, folder))
+
+
+def index_of(data: Data, root: Path) -> Index:
+    """Raises UserError."""
+    check_finished(root)
+    return indexed(root, "wds", lambda progress: _look(root, progress), lambda: _places(root), verify=data.verify)
+
+
+def check_finished(root: Path) -> None:
+    """Raise UserError if `accel-train shards` has begun to write into the folder, and has not finished."""
     if (root / UNFINISHED).exists():
         raise UserError(f"{root}: not all of its shards are written; give the same `accel-train shards` command again.")
-    return indexed(root, "wds", lambda progress: _look(root, progress), lambda: _places(root), verify=data.verify)
 
 
 def _root(data: Data) -> Path:
@@ -67,35 +75,14 @@ def _places(root: Path) -> list[str]:
 
 def _look(root: Path, progress: Progress) -> Index:
     """Read the headers and labels in all shards. Raises UserError."""
-    places, look = _places(root), partial(on_all_cores, partial(pairs_in, root))
+    places = _places(root)
     has_list = bool(places) and places[0] in LISTS
     shards, classes = listed_shards(root / places[0]) if has_list else (named_shards(root, places), ())
-    return index_of_shards(root, places, shards, classes, look, progress)
-
-
-Label = int | tuple[int, ...]
-"""The number of a class; or those of an image that may have several or none, which KEY.cls has as "0;2" or ";"."""
-Pairs = tuple[list[tuple[Member, Label]], Counter[str]]
-"""What is in a shard: see `pairs_in`."""
-
-
-def index_of_shards(
-    root: Path,
-    places: Sequence[str],
-    shards: Mapping[str, Sequence[str]],
-    classes: tuple[str, ...],
-    look: Callable[[Sequence[str]], Iterable[Pairs]],
-    progress: Progress,
-) -> Index:
-    """The index of the `shards` of each split; `look` calls `pairs_in` for each of several. `classes`: as in `Listed`.
-
-    Raises UserError.
-    """
     pairs: dict[str, list[tuple[Member, Label]]] = {}
     others: Counter[str] = Counter()
     for split, names in shards.items():
         pairs[split] = []
-        for found, others_there in look(names):
+        for found, others_there in on_all_cores(partial(pairs_in, root), names):
             pairs[split] += found
             others.update(others_there)
             progress.images += len(found)
@@ -125,6 +112,10 @@ def _tensor(labels: Sequence[Label], classes: int, *, several: bool) -> torch.Te
     return rows
 
 
+Label = int | tuple[int, ...]
+"""The number of a class; or those of an image that may have several or none, which KEY.cls has as "0;2" or ";"."""
+Pairs = tuple[list[tuple[Member, Label]], Counter[str]]
+"""What is in a shard: see `pairs_in`."""
 Listed = tuple[dict[str, list[str]], tuple[str, ...]]
 """split -> paths of its shards, relative to the root; and the names of the classes, () if no file says them."""
 
@@ -166,13 +157,13 @@ def named_shards(root: Path, paths: Iterable[str]) -> dict[str, list[str]]:
     return shards
 
 
-def pairs_in(root: Path, shard: str, copy: Path | None = None) -> Pairs:
+def pairs_in(root: Path, shard: str) -> Pairs:
     """The images of a shard and their labels; and how many samples have a label but another file than an image, by its
-    extension. `copy`: as `members_of` has it. Raises UserError."""
+    extension. Raises UserError."""
     beside: dict[str, str] = {}
     images: list[Member] = []
     labels: dict[str, Label] = {}
-    for member, content in members_of(root, shard, copy):
+    for member, content in members_of(root, shard):
         name = posixpath.basename(member.name)
         key, _, extension = member.name.rpartition(".")
         if extension == "cls":

@@ -1,6 +1,5 @@
 """The index of a data set of files: used while the data is the same, made again when it changed, complete or absent."""
 
-import errno
 import json
 import multiprocessing
 import os
@@ -27,7 +26,6 @@ from accel_train.data import all_cores
 from accel_train.data.sources import load
 from accel_train.data.sources.files import folder, index, index_file, table, tars, webdataset
 from accel_train.data.sources.splits import Splits
-from accel_train.data.tools import index as tools_index
 from accel_train.data.worker_processes import WorkerContext
 from accel_train.errors import UserError
 
@@ -557,49 +555,12 @@ def test_on_a_network_file_system_it_is_not_mapped(tmp_path: Path, monkeypatch: 
     assert kinds == ["MappedArray", "SharedArray"]
 
 
-class TestTheCommand:
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_makes_it_once(self, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-        root = make(tmp_path / "data", kind)
-        words = ["index", kind, "--root", str(root / TABLE if kind == "csv" else root)]
-        assert main(words) == 0
-        first = capsys.readouterr().out
-        (file,) = kept(root)
-        assert first.startswith("6 images of 2 classes in ") and f"the index written:\n{file}\n" in first
-        assert main(words) == 0
-        assert f"the index was there already:\n{file}\n" in capsys.readouterr().out
-        assert main([*words, "--verify", "true"]) == 0
-        assert "all 6 images are as their index says" in capsys.readouterr().out
-
-    def test_waits_for_data_that_was_just_written(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        root = make(tmp_path / "data", "folder")
-        for path in root.rglob("*"):
-            os.utime(path)
-        monkeypatch.setattr(index, "SETTLED_SECONDS", 0.5)
-        monkeypatch.setattr(tools_index, "SETTLED_SECONDS", 0.5)
-        assert main(["index", "folder", "--root", str(root)]) == 0 and len(kept(root)) == 1
-
-    @pytest.mark.parametrize(("words", "code", "message"), [
-        (["digits"], 2, "'digits' needs no index; these do: folder"),
-        (["folder", "--root", "nowhere"], 2, "--data.root nowhere does not exist"),
-    ])  # fmt: skip
-    def test_refuses(self, words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["index", *words]) == code
-        assert message in capsys.readouterr().err
-
-    def test_says_why_there_is_none(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        root = make(tmp_path / "data", "folder")
-
-        def full(*_: Any, **more: Any) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(safetensors.torch, "save_file", full)
-        assert main(["index", "folder", "--root", str(root)]) == 1
-        assert "it cannot be written" in (said := capsys.readouterr().err) and "No space left on device" in said
+@pytest.mark.parametrize("kind", KINDS)
+def test_check_data_makes_it(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = make(tmp_path / "data", kind)
+    monkeypatch.chdir(tmp_path)
+    assert main(["check-data", kind, "--root", str(root / TABLE if kind == "csv" else root), "--processes", "1"]) == 0
+    assert len(kept(root)) == 1
 
 
 def test_a_long_look_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,453 @@
+"""Copies of shards on this node: from a URL or a slow path into --data.stage, once a node and before the training.
+
+    DIR/shards-1a2b3c4d/manifest.json               of the newest complete copy, for nodes without a network
+    DIR/shards-1a2b3c4d/5e6f7a8b/train-000.tar      the folder is named after the manifest: names, sizes, versions
+    DIR/shards-1a2b3c4d/5e6f7a8b/.val-000.tar.part  goes on after a kill
+
+A file lock lets one process of a node copy at a time, whichever run it belongs to. fsspec and huggingface_hub do the
+transport. The storage is not trusted: names stay in the folder, and a body ends at the size that was announced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import io
+import ipaddress
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any, TypeVar
+from urllib.parse import urljoin, urlsplit
+
+from accelerate import Accelerator
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from accel_train.config.groups.data import Data
+from accel_train.config.url import check_protocol, expanded, folder_of, is_url
+from accel_train.data.sources.files.webdataset import LISTS, check_finished, listed_shards
+from accel_train.errors import LOGGER, UserError, counted, is_terminal, reason_of, writing
+from accel_train.files import atomic_write, fsync, open_to_write, sha256
+from accel_train.launch.agreement import once_a_node
+from accel_train.launch.environment import in_job, is_first_process
+from accel_train.untrusted import MAX_JSON_BYTES, read_json_object
+
+SUFFIXES = {"tar": ".tar", "wds": ".tar", "hfds/parquet": ".parquet"}
+"""--data.name of what can be staged -> how the names of its files end."""
+COPIES, QUESTIONS = 8, 64  # files that are copied, and small requests that are made, at a time
+PART = 32 << 20  # bytes after which a copy is flushed to the disk: it goes on there after a kill
+PIECE, BLOCK = 1 << 20, 8 << 20  # bytes that are written at a time; that are asked for at a time, but of web servers
+SPARE = 1 << 30  # bytes of the disk that are left to others
+REQUEST_SECONDS, STALL_SECONDS, CONNECT_SECONDS = 600.0, 30.0, 20.0
+PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds between two tries: a minute in all, unless a PIECE comes
+NO_KEYS = ("NoCredentialsError", "PartialCredentialsError")  # of botocore
+PASSING = (0, 408, 425, 429)  # statuses below 500 of what may go well later; 0: no answer
+VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "Last-Modified", "mtime")  # of fsspec's file systems
+MANIFEST, SUMS = "manifest.json", "SHA256SUMS"  # `accel-train shards` writes the second
+T = TypeVar("T")
+JOB_FOLDERS = ("SLURM_TMPDIR", "NODE_TMPDIR", "TMPDIR")  # a job's own folder on the disk of its node
+_staged: dict[tuple[object, ...], Path] = {}  # the complete copies that this process has seen
+
+
+class StorageError(UserError):
+    """The storage does not give what is needed."""
+
+
+class AbsentError(StorageError):
+    """It says that there is no such file, or that this user may not read it."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file on the storage: its name in the folder, its bytes, a text that is another one for another content, and
+    the SHA-256 ("": not known). Raises StorageError for a name that leads out of the folder."""
+
+    name: str
+    size: int
+    version: str = ""
+    sha256: str = ""
+
+    def __post_init__(self) -> None:
+        if {"", ".", ".."} & {*self.name.split("/")} or not {*"\\\0"}.isdisjoint(self.name):
+            raise StorageError(f"the storage names a file {self.name!r}, which would not be in the folder of the copy.")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a copy has: the files, and by its name the text of one that lists which of them belong to which split."""
+
+    files: tuple[File, ...]
+    lists: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
+
+    def missing(self, folder: Path) -> list[File]:
+        return [file for file in self.files if _bytes_in(folder / file.name) != file.size]
+
+
+class Storage:
+    """The files that a URL or a slow path names. Its methods raise UserError."""
+
+    def __init__(self, root: Path, kind: str) -> None:
+        """`kind`: as in SUFFIXES."""
+        self.kind, self.suffix = kind, SUFFIXES[kind]
+        self.pauses: tuple[float, ...] = PAUSES
+        self.scheme = check_protocol(root) if is_url(root) else "file"
+        text = str(root) if is_url(root) else str(root.absolute())
+        self.folder = str(folder_of(root)) if is_url(root) else text
+        self.names: tuple[str, ...] = ()
+        """Those that are named; (): those in the folder."""
+        if self.folder != text:
+            self.names = expanded(text.removeprefix(f"{self.folder}/"), self.suffix)
+        elif text.lower().endswith(self.suffix) and not (self.scheme == "file" and Path(text).is_dir()):
+            self.folder, _, name = text.rpartition("/")
+            self.names = (name,)
+        self.is_web = self.scheme in ("http", "https")
+        self.stopping, self.copied = threading.Event(), dict[str, int]()  # bytes of each file that are here
+        try:
+            import fsspec
+
+            self.client: Any = fsspec.filesystem(self.scheme, **self._options(), skip_instance_cache=True)
+        except ImportError as error:
+            package = {"gs": " gcsfs", "hf": " huggingface_hub"}.get(self.scheme, "")
+            raise UserError(
+                f"{self.folder}: {self.scheme}:// needs a package that is not installed ({reason_of(error)}): "
+                f"pip install 'accel-train[remote]'{package}."
+            ) from error
+
+    def _options(self) -> dict[str, Any]:
+        if self.is_web:
+            import aiohttp
+
+            limits = {"total": REQUEST_SECONDS, "sock_connect": CONNECT_SECONDS, "sock_read": STALL_SECONDS}
+            own = {"timeout": aiohttp.ClientTimeout(**limits), "headers": {"Accept-Encoding": "identity"}}
+            own["trace_configs"] = [redirects := aiohttp.TraceConfig()]
+            redirects.on_request_redirect.append(_check_redirect)
+            # trust_env: ~/.netrc and the proxies of the environment. What is compressed could unpack to any size.
+            return {"client_kwargs": {**own, "trust_env": True, "auto_decompress": False}}
+        if self.scheme == "s3":
+            limits = {"connect_timeout": CONNECT_SECONDS, "read_timeout": STALL_SECONDS}
+            return {"config_kwargs": {**limits, "retries": {"max_attempts": 0}}}  # only `_patiently` tries again
+        return {}
+
+    def manifest(self) -> Manifest:
+        """What is there now."""
+        if self.scheme == "file":
+            check_finished(Path(self.folder))
+        with ThreadPoolExecutor(QUESTIONS) as pool:
+            small = {"wds": (SUMS, *LISTS), "tar": (SUMS,)}.get(self.kind, ())
+            texts = {name: text for name, text in zip(small, pool.map(self._small, small), strict=True) if text}
+            sums = {name: digest for digest, name in re.findall(r"^(\w{64}) [ *](.+)$", texts.pop(SUMS, ""), re.M)}
+            lists = dict([*texts.items()][:1])
+            by_split = [listed_shards(Path(name), text.encode())[0].values() for name, text in lists.items()]
+            listed = {name for shards in chain(*by_split) for name in shards}
+            if names := self.names or tuple(sorted(listed)):
+                files = [*pool.map(self.look_at, names)]
+            elif self.is_web:
+                raise StorageError(
+                    f"--data.root {self.folder}: a web server does not list its files, and there is no {LISTS[0]} that "
+                    f"does: name them, {self.folder}/train-{{0000..0127}}{self.suffix}."
+                )
+            else:
+                files = self._patiently(self.folder, self._found)
+        if not files:
+            raise StorageError(f"--data.root {self.folder}: there is no file *{self.suffix} (or no such folder).")
+        if lists and listed != {*names}:
+            LOGGER.warning(
+                f"{self.folder}/{next(iter(lists))} is not used, because it lists other shards than were named: "
+                "their names give the splits, and the classes are called by their numbers."
+            )
+            lists = {}
+        known = (replace(file, sha256=file.sha256 or sums.get(file.name, "")) for file in files)
+        return Manifest(tuple(known), lists)
+
+    def _small(self, name: str) -> str:
+        """The text of a small file; "" if there is none."""
+        text = io.BytesIO()
+        with contextlib.suppress(AbsentError):
+            if (file := self.look_at(name)).size > MAX_JSON_BYTES:
+                raise StorageError(f"{self.folder}/{name} has {file.size:,} bytes, more than such a file can have.")
+            self._patiently(f"{self.folder}/{name}", lambda: self._read(file, text), text.tell)
+        return text.getvalue().decode(errors="replace")
+
+    def _found(self) -> list[File]:
+        path = self.client._strip_protocol(self.folder).rstrip("/")
+        found = self.client.find(path, maxdepth=1 if self.kind == "tar" else None, detail=True)
+        files = [_file(place.removeprefix(f"{path}/"), about) for place, about in sorted(found.items())]
+        return [each for each in files if each.name.lower().endswith(self.suffix) and "/." not in f"/{each.name}"]
+
+    def look_at(self, name: str) -> File:
+        """The file as it is now."""
+        url = f"{self.folder}/{name}"
+        return self._patiently(url, lambda: _file(name, self.client.info(url)))
+
+    def copy(self, file: File, target: Path) -> None:
+        """Write the file, which gets its name when all of it is there and verified. Raises OSError, too."""
+        part, url = target.with_name(f".{target.name}.part"), f"{self.folder}/{file.name}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        open_to_write(part, "ab").close()
+        with open_to_write(part, "r+b") as copy:
+            copy.seek(max(0, min(copy.seek(0, os.SEEK_END), file.size) - 1) // PART * PART)
+            self._patiently(url, lambda: self._read(file, copy), copy.tell)
+            copy.truncate()
+        fsync(part)
+        if not (sha256(part) == file.sha256 if file.sha256 else self.look_at(file.name) == file):
+            part.unlink()
+            raise StorageError(
+                f"{url} is not the file that it was when it was looked at first ({file.size:,} bytes, "
+                f"{file.sha256 or file.version or 'no ETag'}): start again when the data is complete."
+            )
+        settled = time.time() - 60  # no index is kept of files that may be changing
+        os.utime(part, (settled, settled))
+        part.replace(target)
+
+    def _read(self, file: File, copy: IO[bytes]) -> None:
+        """Append the rest of the file. Raises what the client raises; then the same call goes on."""
+        start, url = copy.tell(), f"{self.folder}/{file.name}"
+        stream = {"block_size": 0, "size": file.size, "headers": {"Range": f"bytes={start}-"}}
+        with self.client.open(url, "rb", **(stream if self.is_web else {"block_size": BLOCK})) as source:
+            if not self.is_web:
+                source.seek(start)
+            elif source.r.status == 200:  # a server without ranges sends all of it
+                start = copy.seek(0)
+            elif not source.r.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+                raise OSError("the answer has other bytes than those that were asked for")
+            while piece := source.read(PIECE):
+                if self.stopping.is_set():
+                    raise StorageError(f"{url}: the copying has ended.")
+                if start + len(piece) > file.size:
+                    raise StorageError(f"{url} has sent more than the {file.size:,} bytes that were announced.")
+                start += len(piece)
+                with writing("--data.stage", Path(file.name), "a folder on a larger disk"):
+                    copy.write(piece)
+                    if start % PART < len(piece) and not isinstance(copy, io.BytesIO):
+                        copy.flush()
+                        os.fsync(copy.fileno())
+                self.copied[file.name] = start
+        if start < file.size:
+            raise OSError(f"the answer ended after {start:,} of {file.size:,} bytes")
+
+    def _patiently(self, url: str, ask: Callable[[], T], position: Callable[[], int] = lambda: 0) -> T:
+        """What `ask` returns, asked again after an error that may pass. `position`: how far it has come."""
+        failures = 0
+        while True:
+            before = position()
+            try:
+                return ask()
+            except UserError:
+                raise
+            except Exception as error:
+                # fsspec says of all that a web server does not say in the answer to a HEAD that there is no such file.
+                cause = (isinstance(error, FileNotFoundError) and self.is_web and error.__cause__) or error
+                if isinstance(cause, UserError):
+                    raise cause from error
+                status = getattr(cause, "status", getattr(getattr(cause, "response", None), "status_code", 0)) or 0
+                absent = status in (403, 404) or isinstance(cause, FileNotFoundError | PermissionError)
+                failures = 1 if position() >= before + PIECE else failures + 1
+                is_final = absent or (status < 500 and status not in PASSING) or type(cause).__name__ in NO_KEYS
+                if is_final or failures > len(self.pauses):
+                    reason = f"the server answers {status}" if status else reason_of(cause, 200)
+                    kind = AbsentError if absent else StorageError
+                    raise kind(f"{url} cannot be read (try {failures}): {reason}.") from error
+                self.stopping.wait(self.pauses[failures - 1] * random.uniform(0.75, 1.25))
+
+
+def _file(name: str, about: Mapping[str, Any]) -> File:
+    """From what fsspec's file systems say of a file, each with its own words."""
+    if about.get("size") is None:
+        raise OSError("the server does not say its size")
+    lfs = about.get("lfs") or {}
+    digest = lfs.get("sha256") if isinstance(lfs, Mapping) else getattr(lfs, "sha256", None)
+    version = next((about[key] for key in VERSIONS if about.get(key)), "")
+    return File(name, int(about["size"]), str(version).strip('"'), digest or "")
+
+
+async def _check_redirect(_session: Any, _context: Any, step: Any) -> None:
+    """Raise StorageError if a server leads elsewhere to an address that is not public: any service of this network."""
+    target = urlsplit(urljoin(str(step.url), step.response.headers.get("Location", "")))
+    with contextlib.suppress(OSError):  # a name that only a proxy knows
+        found = await asyncio.get_running_loop().getaddrinfo(target.hostname or "", None)
+        public = all(ipaddress.ip_address(str(place[0]).partition("%")[0]).is_global for *_, place in found)
+        if not public and target.netloc != step.url.authority:
+            where = f"{step.url} leads to {target.netloc}, which is an address of this network"
+            raise StorageError(f"{where}: give its own URL if you mean it.")
+
+
+def _bytes_in(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else 0
+
+
+def folder_for(data: Data) -> Path:
+    """The folder of all copies of this data on this node. Raises UserError if the data cannot be copied, or has to have
+    --data.stage."""
+    if data.name not in SUFFIXES:
+        raise UserError(
+            f"--data.root {data.root}: only --data.name {', '.join(SUFFIXES)} are copied to the node "
+            f"(--data.stage), found {data.name}: pack the images into tar files first (accel-train shards)."
+        )
+    url = str(data.root if is_url(data.root) else data.root.absolute())
+    readable = re.sub(r"[^\w.-]+", "-", url.rpartition("://")[2])[-40:].lstrip("-.")
+    key = hashlib.sha256(f"{data.name} {url}".encode(errors="surrogateescape")).hexdigest()[:8]
+    name = f"{readable}-{key}"
+    if data.stage is not None:
+        return data.stage.absolute() / name
+    home, job = Path("~").expanduser(), [os.environ[name] for name in JOB_FOLDERS if in_job() and os.environ.get(name)]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "accel_train" / "staged"
+    if job:
+        folder = Path(job[0]) / f"accel_train-{os.getuid()}"
+    if in_job() and folder.resolve().is_relative_to(home.resolve()):
+        raise UserError(
+            f"--data.stage: this job has no local directory ({', '.join(JOB_FOLDERS)}), and {folder} is in your home: "
+            "name a folder on a disk of the node, or one that check-data --data.stage has filled."
+        )
+    with writing("--data.stage", folder, "a folder on a disk of this node"):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "others can write in it")
+    return folder / name
+
+
+def kept(folder: Path) -> Manifest | None:
+    """What the newest complete copy has; None if there is none."""
+    with contextlib.suppress(KeyError, TypeError, AttributeError, UserError):  # of another version, or damaged
+        about = read_json_object(folder / MANIFEST)
+        manifest = Manifest(tuple(File(**each) for each in about["files"]), about["lists"])
+        return None if manifest.missing(folder / manifest.digest) else manifest
+    return None
+
+
+def staged(data: Data, *, download: bool = True) -> Path:
+    """The copy of the data's files on this node, which is made if it is not there: its folder, or its only file where
+    `data.root` is a tar file. Raises UserError, also if `download` is False and there is none."""
+    key = data.root, data.stage, data.name
+    if key not in _staged:
+        _staged[key] = folder_for(data) / stage(data, download=download)
+    only = _staged[key] / data.root.name
+    return only if data.name == "tar" and only.is_file() else _staged[key]
+
+
+def stage_on_all_nodes(data: Data, accelerator: Accelerator, stopped: Callable[[], str]) -> None:
+    """Let one process of each node stage the data while the others wait, and compare what they have. `stopped`: returns
+    why this process is to end, or "". Raises UserError."""
+    digest = once_a_node(accelerator, "staging the data", partial(stage, data), stopped)
+    _staged[data.root, data.stage, data.name] = folder_for(data) / digest
+
+
+def stage(data: Data, tick: Callable[[str], None] = lambda digest: None, *, download: bool = True) -> str:
+    """Copy what this node lacks; return the digest of the manifest. `tick` is called with it each second."""
+    folder = folder_for(data)
+    before = kept(folder)
+    if not download:
+        if before is None:
+            raise UserError(
+                f"{data.root} is not copied to {folder} yet; a training does that, or accel-train check-data."
+            )
+        return before.digest
+    try:
+        storage = Storage(data.root, data.name)
+        storage.pauses = PAUSES if before is None else ()
+        manifest, storage.pauses = storage.manifest(), PAUSES
+    except UserError as error:
+        if before is None:
+            raise
+        if is_first_process():
+            LOGGER.info(f"{error} So the copy in {folder} is used, which is complete.")
+        manifest = before
+    tick(manifest.digest)
+    if manifest != before:
+        with writing("--data.stage", folder, "a folder on a disk of this node"):
+            (folder / manifest.digest).mkdir(parents=True, exist_ok=True)
+            with _locked(folder, lambda: tick(manifest.digest)):
+                _fill(folder / manifest.digest, storage, manifest, lambda: tick(manifest.digest))
+                for name, text in manifest.lists.items():
+                    atomic_write(folder / manifest.digest / name, text)
+                atomic_write(folder / MANIFEST, json.dumps(asdict(manifest)))
+    return manifest.digest
+
+
+def look(data: Data) -> str:
+    """What this node has and lacks, in words; nothing is copied. Raises UserError if there is no answer, or no room."""
+    folder = folder_for(data)
+    try:
+        storage = Storage(data.root, data.name)
+        manifest = storage.manifest()
+    except UserError as error:
+        if kept(folder) is None:
+            raise
+        return f"{error} But all files are in {folder}"
+    if missing := manifest.missing(folder / manifest.digest):
+        _check_room(storage, missing, folder / manifest.digest)
+        return f"{counted(len(missing), 'file')} ({decimal(sum(file.size for file in missing))}) to copy to {folder}"
+    return f"all {counted(len(manifest.files), 'file')} are in {folder}"
+
+
+def _check_room(storage: Storage, missing: Sequence[File], folder: Path) -> None:
+    """Raise UserError if the disk has no room for the rest of these files."""
+    parts = (_bytes_in((folder / file.name).with_name(f".{Path(file.name).name}.part")) for file in missing)
+    needed, disk = sum(file.size for file in missing) - sum(parts), folder
+    while not disk.exists():
+        disk = disk.parent
+    if needed + SPARE > (free := shutil.disk_usage(disk).free):
+        raise UserError(
+            f"--data.stage: {folder} has {decimal(free)} free, and {storage.folder} needs {decimal(needed)}: name a "
+            "folder on a larger disk, or keep the shards on the cluster's file system (docs/large_data.md)."
+        )
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, tick: Callable[[], None]) -> Iterator[None]:
+    lock = FileLock(folder / ".lock")
+    try:
+        while not lock.is_locked:
+            tick()
+            with contextlib.suppress(Timeout):
+                lock.acquire(timeout=1.0)
+        yield
+    except NotImplementedError as error:
+        raise OSError(errno.ENOTSUP, "its files cannot be locked") from error
+    finally:
+        lock.release()
+
+
+def _fill(folder: Path, storage: Storage, manifest: Manifest, tick: Callable[[], None]) -> None:
+    """Copy the files that the folder lacks, several at a time. Raises UserError and OSError."""
+    if not (missing := manifest.missing(folder)):
+        return  # another run has copied them meanwhile
+    _check_room(storage, missing, folder)
+    total = sum(file.size for file in missing)
+    if is_first_process():
+        LOGGER.info(f"{storage.folder}: copying {counted(len(missing), 'file')} ({decimal(total)}) to {folder}.")
+    columns = TextColumn("staging"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    shows = is_first_process() and is_terminal(sys.stderr)
+    with Progress(*columns, console=Console(stderr=True), disable=not shows) as bar, ThreadPoolExecutor(COPIES) as pool:
+        task = bar.add_task("", total=total)
+        waiting: set[Future[None]] = {pool.submit(storage.copy, file, folder / file.name) for file in missing}
+        try:
+            while waiting:
+                done, waiting = wait(waiting, 1.0, FIRST_EXCEPTION)
+                for each in done:
+                    each.result()
+                bar.update(task, completed=sum(storage.copied.values()))
+                tick()
+        except BaseException:
+            storage.stopping.set()
+            pool.shutdown(cancel_futures=True)
+            raise
