@@ -235,7 +235,7 @@ def test_a_terminal_sees_at_once_that_it_has_begun(tmp_path: Path) -> None:
 def test_output_may_be_cut_short_and_the_locale_plain() -> None:
     command = f"{sys.executable} -m accel_train train --help | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert done.stdout.startswith("usage: accel-train train RECIPE")
+    assert done.stdout.startswith("usage: accel-train train [RECIPE]")
     assert done.stderr == ""
     command = f"{sys.executable} -m accel_train train digits --config-only | true"
     assert subprocess.run(["bash", "-c", command], capture_output=True, text=True).stderr == ""
