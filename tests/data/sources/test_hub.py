@@ -63,7 +63,9 @@ def test_splits_and_parts_of_them_that_are_named(tmp_path: Path, datasets) -> No
         load(name, tmp_path / "cache", val_split="dev")
 
 
-def test_other_column_names_unreadable_images_and_unlabelled_tests(tmp_path: Path, datasets) -> None:
+def test_other_column_names_unreadable_images_and_unlabelled_tests(
+    tmp_path: Path, datasets, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def png(value: int) -> bytes:
         file = io.BytesIO()
         Image.new("L", (5, 5), value).save(file, "PNG")
@@ -82,6 +84,10 @@ def test_other_column_names_unreadable_images_and_unlabelled_tests(tmp_path: Pat
         found.train.fetch([2])
     with pytest.raises(UserError, match=r"train image 3 cannot be read: the dataset has a label but no image there"):
         found.train.fetch([3])
+    monkeypatch.setattr("accel_train.data.sources.files.encoded.BYTES_OF_HEADERS", 10)
+    small = load(f"hfds/{tmp_path / 'set'}", tmp_path / "cache", channels=1, max_pixels=5)
+    with pytest.raises(UserError, match=r"train image 0 cannot be read: it has \d+ bytes with max-pixels 5"):
+        small.train.fetch([0])
 
 
 def test_columns_that_are_named(tmp_path: Path, datasets) -> None:
@@ -146,6 +152,19 @@ def test_only_builders_of_images_are_used(tmp_path: Path, datasets, monkeypatch:
         with pytest.raises(UserError, match=rf"would be read by the builder {builder} of datasets: expected one"):
             load(f"hfds/{name}", tmp_path / "cache")
     assert not trap.exists()
+
+
+def test_a_small_parquet_file_of_many_zeros_is_refused_before_it_is_unpacked(tmp_path: Path, datasets) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "zeros" / "train.parquet"
+    file.parent.mkdir()
+    image = {"bytes": bytes(1 << 27), "path": None}
+    parquet.write_table(pyarrow.Table.from_pylist([{"image": image, "label": 0}]), file, compression="zstd")
+    assert file.stat().st_size < 1 << 20
+    for name, root in ((f"hfds/{file.parent}", tmp_path / "cache"), ("hfds/parquet", file.parent)):
+        with pytest.raises(UserError, match=r"train\.parquet has .* bytes and would unpack to 134,.*; remove it"):
+            load(name, root)
+    assert not [*tmp_path.rglob("*.arrow")]
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

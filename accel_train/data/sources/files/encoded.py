@@ -93,13 +93,18 @@ def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
+def most_bytes(max_pixels: int) -> int:
+    """The bytes that a file of an image of so many pixels can have, in any format."""
+    return BYTES_OF_HEADERS + BYTES_OF_PIXEL * max_pixels
+
+
 def read_image(path: Path, max_pixels: int = MAX_PIXELS) -> bytes:
     """The bytes of an image file. Raises ImageError if they are more than `max_pixels` need in any format, and OSError.
 
     A pipe or a device is an OSError, too: reading it could take for ever.
     """
     try:
-        return read_regular_file(path, BYTES_OF_HEADERS + BYTES_OF_PIXEL * max_pixels, follow=True)
+        return read_regular_file(path, most_bytes(max_pixels), follow=True)
     except TooLargeError as error:
         raise ImageError(f"it has {error.strerror} with max-pixels {max_pixels:,}") from error
 
