@@ -51,11 +51,9 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    pipe = signal.getsignal(signal.SIGPIPE)
     signal.alarm(300)
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGPIPE, pipe)
     helpers.forget_accelerate()
 
 

@@ -105,7 +105,9 @@ def test_several_processes_train_the_same(folder: Path, single: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_several_processes_evaluate_the_same(single: Path, processes: int) -> None:
-    evaluated = Captured(["-m", "accel_train", "evaluate", single], environment(), processes=processes)
+    evaluated = Captured(
+        ["-m", "accel_train", "evaluate", single, "--trust-code", "true"], environment(), processes=processes
+    )
     _, err = evaluated.communicate()
     assert evaluated.returncode == 0, err
     record, figures = json.loads((single / "evaluation-test.json").read_text()), result(single)
@@ -148,7 +150,7 @@ def test_predict_shows_all_classes_from_the_threshold_on(single: Path) -> None:
 
 
 def test_evaluate_prints_each_class(single: Path) -> None:
-    code, out, err = said("evaluate", single)
+    code, out, err = said("evaluate", single, "--trust-code", "true")
     assert code == 0, err
     record = json.loads((single / "evaluation-test.json").read_text())
     assert record["ema"]["map"] == result(single)["ema_test_map"] and "confusion" not in record["ema"]

@@ -108,10 +108,10 @@ def test_a_first_figure_of_nan_ends_no_run_and_is_not_the_best(tmp_path: Path, *
     assert result[f"test_{name}"] > 0
 
     # Loaded again, the model is NaN once more.
-    again = evaluate(run).figures["model"]
+    again = evaluate(run, trust_code=True).figures["model"]
     assert again[name] is None and again["count"] == 24
     page = run / "report.html"
-    assert cli.main(["report", str(run), "--output", str(page)]) == 0
+    assert cli.main(["report", str(run), "--output", str(page), "--trust-code", "true"]) == 0
     assert cli.main(["runs", str(tmp_path)]) == 0
 
 
@@ -123,7 +123,7 @@ def test_an_accuracy_with_an_infinite_loss_is_not_the_best(tmp_path: Path, capsy
     assert first["loss"] is None and first["accuracy"] > 0.8 > 0.2 > second["accuracy"] > 0
     assert (result["best_value"], result["best_update"]) == (second["accuracy"], 8)
     assert result["stopped_by"] == "epochs"
-    again = evaluate(run).figures["model"]  # loaded again, it is infinite once more
+    again = evaluate(run, trust_code=True).figures["model"]  # loaded again, it is infinite once more
     assert again["loss"] is None and again["accuracy"] > 0.8
     (run / "result.json").unlink()  # as of a run that has not ended
     log = (run / "metrics.jsonl").read_text().splitlines(keepends=True)

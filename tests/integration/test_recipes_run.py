@@ -51,7 +51,8 @@ def small(recipe: str, photos: Path) -> list[str]:
         options += ["--augment.resize", "112", "--augment.crop-fraction", "none"]
     elif config.data.name in SHAPES:
         channels, size = SHAPES[config.data.name]
-        options += ["--data.name", "synthetic", "--data.channels", str(channels), "--model.image-size", str(size)]
+        options += ["--data.name", "synthetic", "--data.channels", str(channels)]
+        options += ["--model.image-size", str(config.model.image_size or size)]
     return [*options, "--data.test-limit", "4", "--eval-batch-size", "4"]
 
 

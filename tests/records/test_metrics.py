@@ -107,12 +107,12 @@ def test_an_epochs_metrics_go_through_a_checkpoint(tmp_path: Path) -> None:
     resumed.add_metrics({"loss": 0.5, "accuracy": 1, "margin": 0.5}, 3)
     assert resumed.epoch_metrics == {"loss": 3 / 8, "accuracy": 4 / 8, "margin": 2 / 8}
     resumed.begin_epoch(1)
-    assert resumed.epoch_sums == {} and "epoch_sums" not in resumed.to_saved()
+    assert resumed.epoch_sums == resumed.to_saved()["epoch_sums"] == {}
 
 
 def test_a_metric_that_is_new_within_an_epoch_waits_for_the_next() -> None:
-    older = {"update": 1, "epoch": 0, "epoch_loss_sum": 1.0, "epoch_correct": 1, "epoch_count": 4, "epoch_samples": 4}
-    state = TrainState.from_saved(older, Path("update-00000001"))
+    older = TrainState(update=1, epoch_loss_sum=1.0, epoch_correct=1, epoch_count=4, epoch_samples=4)
+    state = TrainState.from_saved(older.to_saved(), Path("update-00000001"))
     state.add_metrics({"loss": 1.0, "accuracy": 1, "margin": 9.0}, 4)
     assert state.epoch_metrics == {"loss": 2 / 8, "accuracy": 2 / 8}
     state.begin_epoch(1)
