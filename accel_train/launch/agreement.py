@@ -129,18 +129,18 @@ class _NodeWork:
             raise UserError(*json.loads(self.store.get("failed")))
         if self.rank in self.mains:
             self.store.set(str(self.rank), json.dumps([self.ticks, hostname(), fact, done]))
-        watched = [str(rank) for rank in (self.mains if self.rank == 0 else self.mains[:1])]
-        said = [json.loads(self.store.get(rank)) for rank in watched if self.store.check([rank])]
-        for rank, words in enumerate(said):
+        watched = self.mains if self.rank == 0 else self.mains[:1]
+        said = {rank: json.loads(self.store.get(str(rank))) for rank in watched if self.store.check([str(rank)])}
+        for rank, words in said.items():
             if self.last_heard.get(rank, ("", 0))[0] != words:
                 self.last_heard[rank] = words, self.ticks
             elif self.ticks - self.last_heard[rank][1] > SILENT_TICKS:
                 raise UserError(f"{words[1]} has not been heard of for long, while {self.what}: was it lost?")
-        facts = {fact: host for _, host, fact, _ in said if fact}
+        facts = {fact: host for _, host, fact, _ in said.values() if fact}
         if len(facts) > 1:
             different = ", ".join(f"{host} {fact}" for fact, host in facts.items())
             raise UserError(f"The nodes do not find the same while {self.what} ({different}): start again.")
-        if self.rank == 0 and len(said) == len(self.mains) and all(done for *_, done in said):
+        if self.rank == 0 and len(said) == len(self.mains) and all(done for *_, done in said.values()):
             self.store.set("agreed", fact)
 
     def agreed(self, fact: str) -> str:

@@ -17,6 +17,7 @@ from accel_train.config.declaration import (
     Bound,
     Free,
 )
+from accel_train.config.url import is_url
 
 
 @dataclass(frozen=True)
@@ -119,4 +120,4 @@ class Data:
     @property
     def is_staged(self) -> bool:
         """Whether this node keeps a copy of the files: data.root is a URL, or data.stage is given."""
-        return "://" in str(self.root) or self.stage is not None
+        return is_url(self.root) or self.stage is not None
