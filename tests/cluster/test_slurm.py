@@ -211,8 +211,9 @@ print("found", sys.argv[1], launch.launcher, launch.rank, launch.world_size, os.
 def in_terminal(cluster: Cluster, command: str, line: str) -> str:
     """Type a line, and exit, in the shell that a command opens in a terminal; return what is shown there."""
     words = ["script", "--quiet", "--return", "--command", command, "/dev/null"]
+    environment = cluster.environment | {"SHELL": "/bin/bash"}  # as a login sets it: salloc starts it
     with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=cluster.environment, cwd=cluster.directory, text=True
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=cluster.directory, text=True
     ) as shell:
         assert shell.stdin is not None and shell.stdout is not None
         shell.stdin.write(f"{line}; exit\n")
@@ -238,7 +239,7 @@ def test_what_interactive_shells_start(cluster: Cluster) -> None:
             if Path(f"{batch}.{number}").exists():
                 return Path(f"{batch}.log").read_text()
             time.sleep(0.1)
-        raise AssertionError(cluster.command("squeue"))
+        raise AssertionError(shown + cluster.command("squeue"))
 
     for number, command in enumerate(("salloc -n2", "srun -n2 --pty bash")):
         shown = in_terminal(cluster, command, f"{line} {number}")
