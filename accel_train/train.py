@@ -25,11 +25,10 @@ if __name__ == "__main__":
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from itertools import chain, islice
 
 from accelerate import Accelerator
-from torch import Tensor
 
 from accel_train import models
 from accel_train.config.schema import Config, best_metric
@@ -39,10 +38,7 @@ from accel_train.evaluate import Batch, create_metrics
 from accel_train.launch.agreement import broadcast_from_main, naming_a_loss
 from accel_train.launch.environment import Launch
 from accel_train.models.trial import raise_unused_parameters_advice
-from accel_train.optim.bitwise import seed_pass
-from accel_train.optim.ema import update_ema
 from accel_train.optim.micro_batch import LESS_MEMORY, memory_advice, raise_memory_advice, training_advice
-from accel_train.optim.optimizer import clip_gradients
 from accel_train.ownership.claim import Claim, claim_run
 from accel_train.records.directory import remove_requeue_marker
 from accel_train.records.metrics import LOWER_IS_BETTER
@@ -171,72 +167,25 @@ def train_epoch(setup: TrainingSetup, run: Run) -> bool:
     return not must_rewind
 
 
-def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], samples: int) -> bool:
+def update(setup: TrainingSetup, run: Run, batches: Iterable[Batch], samples: int) -> bool:
     """Make one update with the mean gradient of `samples` samples. Returns False if it was skipped as not finite."""
-    config, accelerator, state, guard = setup.config, setup.accelerator, run.state, run.guard
-    exact = setup.exact_gradients  # with --bitwise
+    step, state, guard = setup.step, run.state, run.guard
     guard.start(state)  # the guard looks for losses and gradients that are not finite
-    for number, batch in enumerate(micro_batches):
-        if not setup.ddp_sums and setup.plan.is_empty(accelerator.process_index, number):
-            continue  # the processes cannot share the batch evenly, and no other waits for this one's gradients
-        with accelerator.accumulate(setup.model) if setup.ddp_sums else accelerator.no_sync(setup.model):
-            if setup.is_idle(batch, padded=samples < config.batch_size):
-                continue
-            # For random numbers that are not drawn by sample.
-            by_virtual_batch = config.bitwise or bool(setup.verdict.together)
-            seed_pass(config.seed, accelerator, state.update, number, bitwise=by_virtual_batch)
-            if setup.dropout is not None:
-                setup.set_samples(batch, state.update)
-            logits, targets, losses = compute_gradients(setup, batch, samples)
-            if exact:
-                exact.add()
-            run.meter.add(logits, targets, losses, batch["weights"])
-            guard.record(batch, losses)
-    if exact:
-        exact.finish(max(1, samples))
+    for batch in step.micro_batches(batches, state.update, samples):
+        inputs, targets = setup.training.transform(batch)
+        logits = step.forward(inputs)
+        losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding has weight 0
+        step.backward(losses)
+        run.meter.add(logits.detach(), targets, losses.detach(), batch["weights"])
+        guard.record(batch, losses)
     applied = guard.check_step(state)
     if applied:
-        if setup.virtual_batches is not None:
-            setup.virtual_batches.sum_processes()
-        apply_gradients(setup, state.update + 1)
+        step.apply(state.update + 1)
     else:
-        if setup.virtual_batches is not None:
-            setup.virtual_batches.discard()
-        setup.optimizer.zero_grad()
-    setup.schedule.step_update(state.update + 1 - run.schedule_offset)  # if the batch size has changed before
+        step.discard()
+    # Also after a skipped update, for the rate is a function of the update's number. (The offset: see run/run.py.)
+    setup.schedule.step_update(state.update + 1 - run.schedule_offset)
     return applied
-
-
-def compute_gradients(setup: TrainingSetup, batch: Batch, samples: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the gradients of a micro-batch to those of its update, which has `samples` samples.
-
-    Returns logits [b, classes], targets and the losses [b] times the weights of the samples, all without gradient.
-    """
-    # Accelerate will divide by the accumulation steps and DDP average over processes; multiply by both to cancel that.
-    scale = setup.plan.accumulation * (setup.accelerator.num_processes if setup.ddp_sums else 1) / max(1, samples)
-    logits, targets = setup.forward(batch, padded=samples < setup.config.batch_size)
-    losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding has weight 0
-    buffers = setup.recomputed_buffers  # with gradient checkpointing
-    with models.preserve_buffers(buffers) if buffers else nullcontext():
-        setup.accelerator.backward(losses.sum() * (1.0 if setup.exact_gradients else scale))
-    return logits.detach(), targets, losses.detach()
-
-
-def apply_gradients(setup: TrainingSetup, update: int) -> None:
-    """Let the optimizer take its step of `update`, counted from 1, and move statistics and EMA."""
-    if setup.config.model.freeze_epochs is not None:
-        from accel_train.models.freezing import drop_frozen_gradients
-
-        drop_frozen_gradients(setup.bare_model)
-    if setup.config.optim.clip is not None:
-        setup.accelerator.unscale_gradients(setup.optimizer)
-        clip_gradients(setup.config.optim, setup.clipped)
-    setup.optimizer.step()
-    if setup.virtual_batches is not None:
-        setup.virtual_batches.end_update()
-    if setup.ema is not None:
-        update_ema(setup.ema, setup.bare_model, update)
-    setup.optimizer.zero_grad()
 
 
 def end_epoch(setup: TrainingSetup, run: Run) -> None:

@@ -6,7 +6,6 @@ train.py trains with them, and bench measures them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +21,18 @@ from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import Splits
 from accel_train.errors import counted
-from accel_train.evaluate import Batch
 from accel_train.launch.accelerator import collective_seconds, create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
-from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
-from accel_train.models.trial import Verdict, find_verdict, kept_buffers
+from accel_train.models.dropout import convert_dropout
+from accel_train.models.trial import Verdict, find_verdict
 from accel_train.models.weights.hub import Weights
 from accel_train.models.weights.new_model import create_new_model
 from accel_train.models.wrapping import shard_batchnorm, unwrap_model
-from accel_train.optim.bitwise import sum_exactly, use_deterministic_kernels, use_deterministic_layers
+from accel_train.optim.bitwise import use_deterministic_kernels, use_deterministic_layers
 from accel_train.optim.ema import Ema, create_ema
 from accel_train.optim.loss import create_checked_loss
-from accel_train.optim.optimizer import create_optimizer, parameters_to_clip
+from accel_train.optim.optimizer import create_optimizer
 from accel_train.optim.performance import (
     prepare_compilation,
     rebuild_ddp_buckets,
@@ -43,9 +41,9 @@ from accel_train.optim.performance import (
     use_fastest_memory_format,
 )
 from accel_train.optim.schedule import LearningRate, own_factors
+from accel_train.step import Step
 
 if TYPE_CHECKING:
-    from accel_train.exact_sum import ExactGradients
     from accel_train.records.own_metrics import OwnMetrics
 
 
@@ -66,17 +64,9 @@ class TrainingSetup:
     optimizer: Any  # on which to call `step` and `zero_grad`
     schedule: LearningRate
     ema: Ema | None
+    step: Step  # takes an update
     verdict: Verdict  # of the model's trial
-    virtual_batches: VirtualBatches | None  # the model's BatchNorms
-    dropout: DropoutKeys | None  # if the model has dropout
-    around_forward: AbstractContextManager[Any]
-    """To be entered for each forward pass of training: for models that call dropout as a function."""
-    exact_gradients: ExactGradients | None
-    """Sums the gradients of all virtual batches without order; None unless --bitwise."""
-    ddp_sums: bool  # whether DDP sums the gradients of all processes, if there are several
     criterion: Callable[[Tensor, Tensor], Tensor]  # the loss of each sample, see `create_loss`
-    clipped: list[nn.Parameter]  # those whose gradients are clipped
-    recomputed_buffers: list[Tensor]  # for `models.preserve_buffers`
     evaluation_batch: int  # samples of a process in one forward pass of evaluation, unless its split is small
     training: InputPipeline
     evaluations: dict[str, InputPipeline]
@@ -91,51 +81,6 @@ class TrainingSetup:
     def device(self) -> torch.device:
         device: torch.device = self.accelerator.device
         return device
-
-    def set_samples(self, batch: Batch, update: int) -> None:
-        """Say of which samples the next `forward` is, if the model has dropout: it draws by sample."""
-        assert self.dropout is not None
-        self.dropout.set_samples(torch.from_numpy(batch["host_ids"]), update, self.device)
-
-    def forward(self, batch: Batch, *, padded: bool) -> tuple[Tensor, Tensor]:
-        """The logits, float [b, classes], and targets of a micro-batch of training.
-
-        `padded`: whether the update has padding, on any process: BatchNorm does not count it.
-        """
-        inputs, targets = self.training.transform(batch)
-        if self.verdict.together:
-            return self._forward_together(batch["weights"], inputs, padded=padded), targets
-        if self.virtual_batches is not None:
-            self.virtual_batches.begin(batch["weights"], padded=padded, may_be_empty=self.plan.empty > 0)
-        with self.around_forward:
-            return self.model(inputs), targets
-
-    def _forward_together(self, weights: Tensor, inputs: Tensor, *, padded: bool) -> Tensor:
-        """The logits of one virtual batch: those of its real samples, which may depend on each other, and zeros."""
-        if not (padded or self.plan.empty):
-            if self.virtual_batches is not None:
-                self.virtual_batches.begin(weights, padded=False, whole=True)
-            return self.model(inputs)  # type: ignore[no-any-return]
-        real = weights > 0
-        has_samples = bool(real.any())
-        # A pass without samples is only there because other processes wait for it.
-        computed = inputs[real] if has_samples else inputs
-        if self.virtual_batches is not None:
-            self.virtual_batches.begin(
-                weights[real] if has_samples else weights, padded=False, may_be_empty=not has_samples, whole=True
-            )
-        with nullcontext() if has_samples else kept_buffers(self.bare_model):
-            logits: Tensor = self.model(computed)
-        return (
-            logits.new_zeros(len(inputs), *logits.shape[1:]).index_put((real.nonzero()[:, 0],), logits)
-            if has_samples
-            else logits
-        )
-
-    def is_idle(self, batch: Batch, *, padded: bool) -> bool:
-        """Whether a micro-batch has no samples and need not be computed, because no other process waits for it."""
-        waited_for = self.ddp_sums and self.accelerator.num_processes > 1
-        return bool(self.verdict.together) and padded and not waited_for and not bool((batch["weights"] > 0).any())
 
 
 def connect(config: Config, launch: Launch) -> Accelerator:
@@ -192,7 +137,17 @@ def create_training_setup(
     length = {"updates": plan.updates, "updates_per_epoch": plan.updates_per_epoch}
     factors = own_factors(config.schedule, accelerator, **length)
     schedule = LearningRate(config.schedule, optimizer.optimizer, **length, factors=factors)
-    recomputed_buffers = models.prepare_recomputation(model, config.model)
+    step = Step(
+        config,
+        accelerator,
+        plan,
+        model,
+        unwrap_optimizer(optimizer),
+        ema=ema,
+        verdict=verdict,
+        virtual_batches=virtual_batches,
+        dropout=dropout,
+    )
     device, mixes = accelerator.device, config.augment.mixes
     criterion = create_checked_loss(config.loss, splits.train.labels, len(splits.classes), device, mixes=mixes)
     setup = TrainingSetup(
@@ -204,18 +159,12 @@ def create_training_setup(
         memory_format=memory_format,
         model=model,
         bare_model=bare_model,
-        optimizer=unwrap_optimizer(optimizer),
+        optimizer=step.optimizer,
         schedule=schedule,
         ema=ema,
-        virtual_batches=virtual_batches if virtual_batches.modules else None,
+        step=step,
         verdict=verdict,
-        dropout=dropout if dropout is not None and (dropout.layers or verdict.functions) else None,
-        ddp_sums=not config.bitwise,
-        exact_gradients=sum_exactly(bare_model, plan.virtual_batches) if config.bitwise else None,
         criterion=criterion,
-        clipped=parameters_to_clip(config.optim, bare_model),  # FSDP2 has replaced the parameters
-        recomputed_buffers=recomputed_buffers,
-        around_forward=KeyedFunctions(dropout) if dropout is not None and verdict.functions else nullcontext(),
         warnings=(*warnings, *_warnings(config, verdict, plan), *plan.warnings()),
         loaded=loaded,
         from_checkpoint=not published and (config.model.pretrained or config.model.weights is not None),
@@ -224,7 +173,7 @@ def create_training_setup(
     # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
     accelerator.gradient_accumulation_steps = 1 if config.bitwise else plan.accumulation
     prepare_compilation(accelerator, config.model)
-    if setup.ddp_sums:
+    if step.ddp_sums:
         images = torch.zeros(plan.micro_batch, splits.channels, size, size, device=device)
         rebuild_ddp_buckets(accelerator, model, images.to(memory_format=memory_format))
     return setup

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # --bitwise uses one thread for each process
 
@@ -45,33 +45,23 @@ def batches(setup: TrainingSetup) -> Iterator[Batch]:
 
 
 def update(setup: TrainingSetup, source: Iterator[Batch], kind: str) -> None:
-    exact = setup.exact_gradients
-    torch.use_deterministic_algorithms(exact is not None)
-    for _ in range(setup.plan.accumulation):
-        batch = next(source)
-        if kind == "plain":
+    step, samples = setup.step, setup.plan.batch_size
+    torch.use_deterministic_algorithms(step.exact_gradients is not None)
+    micro_batches = islice(source, setup.plan.accumulation)
+    if kind != "plain":
+        for batch in step.micro_batches(micro_batches, 0, samples):
             inputs, targets = setup.training.transform(batch)
-            logits = setup.model(inputs)
-        else:
-            if setup.dropout is not None:
-                setup.set_samples(batch, 0)
-            logits, targets = setup.forward(batch, padded=False)
-        losses = setup.criterion(logits, targets).sum()
-        (losses if exact else losses / setup.plan.batch_size).backward()  # type: ignore[no-untyped-call]
-        if exact:
-            exact.add()
-    if exact:
-        exact.finish(setup.plan.batch_size)
+            step.backward(setup.criterion(step.forward(inputs), targets))
+        step.apply(1)
+        return
+    for batch in micro_batches:
+        inputs, targets = setup.training.transform(batch)
+        losses = setup.criterion(setup.model(inputs), targets)
+        (losses.sum() / samples).backward()  # type: ignore[no-untyped-call]
     setup.optimizer.step()
-    if kind == "plain" and setup.dropout is not None:
-        setup.dropout.clear()
-    if setup.virtual_batches is not None:
-        if kind == "plain":
-            setup.virtual_batches.discard()
-        else:
-            setup.virtual_batches.sum_processes()
-            setup.virtual_batches.end_update()
-    setup.optimizer.zero_grad()
+    if step.dropout is not None:
+        step.dropout.clear()
+    step.discard()
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from accel_train.evaluate import Batch
 from accel_train.launch.environment import Launch
 from accel_train.report.shared.plots import import_pyplot, save
 from accel_train.run.start import find_start, load_data
-from accel_train.train import apply_gradients, compute_gradients, grouped
+from accel_train.train import grouped
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup
 
 SMOOTHING = 0.9
@@ -111,14 +111,12 @@ def _update(setup: TrainingSetup, update: int, rate: float, window: tuple[int, I
     for group in setup.optimizer.param_groups:
         group["lr"] = rate * group.get("lr_scale", 1.0) / highest
     total = torch.zeros((), dtype=torch.float64, device=setup.device)
-    for batch in micro_batches:
-        with setup.accelerator.accumulate(setup.model):
-            if setup.dropout is not None:
-                setup.set_samples(batch, update)
-            total += compute_gradients(setup, batch, samples)[2].sum(dtype=torch.float64)
-    if setup.virtual_batches is not None:
-        setup.virtual_batches.sum_processes()
-    apply_gradients(setup, update + 1)
+    for batch in setup.step.micro_batches(micro_batches, update, samples):
+        inputs, targets = setup.training.transform(batch)
+        losses = setup.criterion(setup.step.forward(inputs), targets) * batch["weights"]
+        setup.step.backward(losses)
+        total += losses.detach().sum(dtype=torch.float64)
+    setup.step.apply(update + 1)
     mean: float = setup.accelerator.reduce(total, "sum").item() / max(1, samples)
     return mean
 

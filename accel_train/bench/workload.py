@@ -82,7 +82,7 @@ class Workload:
         with as_in_training(model, self.setup.optimizer, self.setup.device):
             inputs, targets = self.examples[0]
             losses: Tensor = self.setup.criterion(model(inputs), targets)
-            with models.preserve_buffers(self.setup.recomputed_buffers):
+            with models.preserve_buffers(self.setup.step.recomputed_buffers):
                 self.accelerator.backward(losses.mean())
 
     def bare_seconds(self, updates: int, warm_up: int) -> float:
@@ -107,7 +107,7 @@ class Workload:
                 logits = model(inputs)
                 losses = self.setup.criterion(logits, targets)
                 loss = losses.mean() / self.accumulation
-                with models.preserve_buffers(self.setup.recomputed_buffers):
+                with models.preserve_buffers(self.setup.step.recomputed_buffers):
                     (loss if scaler is None else scaler.scale(loss)).backward()
         return logits.detach(), losses.detach()
 

@@ -1,0 +1,173 @@
+"""One update of the weights, the same on any number of processes:
+
+    for batch in step.micro_batches(batches, update, samples):
+        inputs, targets = …                                    # of the batch
+        logits = step.forward(inputs)
+        losses = criterion(logits, targets) * batch["weights"]
+        step.backward(losses)
+    step.apply(update + 1)                                     # or step.discard(): the update is skipped
+
+That is the loop of a textbook. What the promises add to it is here: random numbers by update, sample and virtual batch,
+BatchNorm over virtual batches, exact sums, padding that counts nothing, processes without a share, and when DDP sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_train import models
+from accel_train.config.schema import Config
+from accel_train.data.order.plan import Plan
+from accel_train.evaluate import Batch
+from accel_train.models.batchnorm import VirtualBatches
+from accel_train.models.dropout import DropoutKeys, KeyedFunctions
+from accel_train.models.trial import Verdict, kept_buffers
+from accel_train.models.wrapping import unwrap_model
+from accel_train.optim.bitwise import seed_pass, sum_exactly
+from accel_train.optim.ema import Ema, update_ema
+from accel_train.optim.optimizer import clip_gradients, parameters_to_clip
+
+
+class Step:
+    """Takes the updates of a run: gradients from micro-batches, then the optimizer's step with all that follows it.
+
+    All processes make the same calls.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        accelerator: Accelerator,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        ema: Ema | None,
+        verdict: Verdict,
+        virtual_batches: VirtualBatches,
+        dropout: DropoutKeys | None,
+    ) -> None:
+        """`model`: as Accelerate prepared it; `optimizer`: on which to call `step` and `zero_grad`; `verdict`: of the
+        model's trial; `virtual_batches`: its BatchNorms; `dropout`: None unless its layers draw by sample."""
+        self.config, self.accelerator, self.plan = config, accelerator, plan
+        self.model, self.bare_model, self.optimizer, self.ema = model, unwrap_model(model), optimizer, ema
+        self.verdict = verdict
+        self.virtual_batches = virtual_batches if virtual_batches.modules else None
+        self.dropout = dropout if dropout is not None and (dropout.layers or verdict.functions) else None
+        # For models that call dropout as a function.
+        self.around_forward: AbstractContextManager[Any] = (
+            nullcontext() if dropout is None or not verdict.functions else KeyedFunctions(dropout)
+        )
+        # With --bitwise the gradients of all virtual batches are summed without order, and DDP sums nothing.
+        self.exact_gradients = sum_exactly(self.bare_model, plan.virtual_batches) if config.bitwise else None
+        self.ddp_sums = not config.bitwise
+        self.clipped = parameters_to_clip(config.optim, self.bare_model)  # FSDP2 has replaced the parameters
+        self.recomputed_buffers = models.prepare_recomputation(model, config.model)  # with gradient checkpointing
+        self._samples, self._padded = 0, False  # of the current update
+        self._weights = torch.empty(0)  # of the current micro-batch
+
+    def micro_batches(self, batches: Iterable[Batch], update: int, samples: int) -> Iterator[Batch]:
+        """Yield those of the micro-batches of `update`, counted from 0, that this process computes.
+
+        `samples`: how many samples the update has on all processes, without padding. Call `forward` and `backward` for
+        each. After the last one the gradients are those of the mean over the samples, of all processes together.
+        """
+        self._samples, self._padded = samples, samples < self.config.batch_size
+        for number, batch in enumerate(batches):
+            if not self.ddp_sums and self.plan.is_empty(self.accelerator.process_index, number):
+                continue  # the processes cannot share the batch evenly, and no other waits for this one's gradients
+            with self._summing():
+                self._weights = batch["weights"]
+                if self._is_idle():
+                    continue
+                # For random numbers that are not drawn by sample. Before the transform, which may be a user's own.
+                by_virtual_batch = self.config.bitwise or bool(self.verdict.together)
+                seed_pass(self.config.seed, self.accelerator, update, number, bitwise=by_virtual_batch)
+                if self.dropout is not None:
+                    ids = torch.from_numpy(batch["host_ids"])
+                    self.dropout.set_samples(ids, update, self.accelerator.device)
+                yield batch
+        if self.exact_gradients is not None:
+            self.exact_gradients.finish(max(1, samples))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The logits, float [b, classes], of the current micro-batch's `inputs`, [b, channels, height, width]."""
+        if self.verdict.together:
+            return self._forward_of_real_samples(inputs)
+        if self.virtual_batches is not None:
+            self.virtual_batches.begin(self._weights, padded=self._padded, may_be_empty=self.plan.empty > 0)
+        with self.around_forward:
+            logits: Tensor = self.model(inputs)
+        return logits
+
+    def backward(self, losses: Tensor) -> None:
+        """Add the gradients of the current micro-batch: `losses`, float [b], is 0 for padding."""
+        # Accelerate will divide by the accumulation steps and DDP average over processes; multiply by both to cancel
+        # that. Exact sums are divided at their end.
+        processes = self.accelerator.num_processes if self.ddp_sums else 1
+        scale = 1.0 if self.exact_gradients else self.plan.accumulation * processes / max(1, self._samples)
+        buffers = self.recomputed_buffers
+        with models.preserve_buffers(buffers) if buffers else nullcontext():
+            self.accelerator.backward(losses.sum() * scale)
+        if self.exact_gradients is not None:
+            self.exact_gradients.add()
+
+    def apply(self, update: int) -> None:
+        """Let the optimizer take its step of `update`, counted from 1, and move statistics and EMA."""
+        if self.virtual_batches is not None:
+            self.virtual_batches.sum_processes()
+        if self.config.model.freeze_epochs is not None:
+            from accel_train.models.freezing import drop_frozen_gradients
+
+            drop_frozen_gradients(self.bare_model)  # first, for clipping counts the norm of all gradients
+        if self.config.optim.clip is not None:
+            self.accelerator.unscale_gradients(self.optimizer)
+            clip_gradients(self.config.optim, self.clipped)
+        self.optimizer.step()
+        if self.virtual_batches is not None:
+            self.virtual_batches.end_update()
+        if self.ema is not None:
+            update_ema(self.ema, self.bare_model, update)  # last, for it averages the statistics, too
+        self.optimizer.zero_grad()
+
+    def discard(self) -> None:
+        """Skip the update: neither its gradients nor its statistics count."""
+        if self.virtual_batches is not None:
+            self.virtual_batches.discard()
+        self.optimizer.zero_grad()
+
+    def _summing(self) -> AbstractContextManager[Any]:
+        """Around a forward and a backward pass: DDP sums the gradients of all processes in an update's last one."""
+        return self.accelerator.accumulate(self.model) if self.ddp_sums else self.accelerator.no_sync(self.model)
+
+    def _is_idle(self) -> bool:
+        """Whether the micro-batch has no samples and need not be computed, because no other process waits for it."""
+        waited_for = self.ddp_sums and self.accelerator.num_processes > 1
+        return bool(self.verdict.together) and self._padded and not waited_for and not bool((self._weights > 0).any())
+
+    def _forward_of_real_samples(self, inputs: Tensor) -> Tensor:
+        """The logits of one virtual batch: those of its real samples, which may depend on each other, and zeros."""
+        weights = self._weights
+        if not (self._padded or self.plan.empty):
+            if self.virtual_batches is not None:
+                self.virtual_batches.begin(weights, padded=False, whole=True)
+            return self.model(inputs)  # type: ignore[no-any-return]
+        real = weights > 0
+        has_samples = bool(real.any())
+        # A pass without samples is only there because other processes wait for it.
+        computed = inputs[real] if has_samples else inputs
+        if self.virtual_batches is not None:
+            self.virtual_batches.begin(
+                weights[real] if has_samples else weights, padded=False, may_be_empty=not has_samples, whole=True
+            )
+        with nullcontext() if has_samples else kept_buffers(self.bare_model):
+            logits: Tensor = self.model(computed)
+        if not has_samples:
+            return logits
+        return logits.new_zeros(len(inputs), *logits.shape[1:]).index_put((real.nonzero()[:, 0],), logits)
