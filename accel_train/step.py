@@ -142,9 +142,11 @@ class Step:
             self.virtual_batches.discard()
         self.optimizer.zero_grad()
 
-    def _summing(self) -> AbstractContextManager[Any]:
+    def _summing(self) -> AbstractContextManager[None]:
         """Around a forward and a backward pass: DDP sums the gradients of all processes in an update's last one."""
-        return self.accelerator.accumulate(self.model) if self.ddp_sums else self.accelerator.no_sync(self.model)
+        summing = self.accelerator.accumulate if self.ddp_sums else self.accelerator.no_sync
+        around: AbstractContextManager[None] = summing(self.model)
+        return around
 
     def _is_idle(self) -> bool:
         """Whether the micro-batch has no samples and need not be computed, because no other process waits for it."""

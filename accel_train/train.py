@@ -28,8 +28,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
 
-from accelerate import Accelerator
-
 from accel_train import models
 from accel_train.config.schema import Config, best_metric
 from accel_train.data.held_out import HeldOutCheck
@@ -37,14 +35,14 @@ from accel_train.data.loading import start_workers_early
 from accel_train.evaluate import Batch, create_metrics
 from accel_train.launch.agreement import broadcast_from_main, naming_a_loss
 from accel_train.launch.environment import Launch
-from accel_train.models.trial import raise_unused_parameters_advice
-from accel_train.optim.micro_batch import LESS_MEMORY, memory_advice, raise_memory_advice, training_advice
+from accel_train.optim.micro_batch import LESS_MEMORY, memory_advice
 from accel_train.ownership.claim import Claim, claim_run
 from accel_train.records.directory import remove_requeue_marker
 from accel_train.records.metrics import LOWER_IS_BETTER
 from accel_train.records.summary import plan_text
 from accel_train.run.ending import TrainingResult, complete, finish, interrupt
 from accel_train.run.finished import find_finished_run
+from accel_train.run.observers import check_observers
 from accel_train.run.run import Run
 from accel_train.run.start import find_start, load_data
 from accel_train.run.stopping import StopAskedError, StopRequests
@@ -53,7 +51,7 @@ from accel_train.training_setup import TrainingSetup, connect, create_training_s
 
 def training_plan(config: Config, launch: Launch) -> str:
     """Return what --config-only prints: the settings of a training and what follows from them. Raises UserError."""
-    accelerator = _connect(config, launch)
+    accelerator = connect(config, launch)
     return plan_text(find_start(config, accelerator).config, accelerator)
 
 
@@ -63,14 +61,11 @@ def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -
     `observers`: see run/observers.py. Raises UserError; UnsavedError if the training ended, but its weights or result
     could not be written.
     """
-    if observers:
-        from accel_train.run.observers import check_observers
-
-        check_observers(observers)
+    check_observers(observers)
     with StopRequests() as stop_requests, ExitStack() as at_end:  # from here on a signal asks for a checkpoint
         began = time.monotonic()  # for wall_seconds of result.json
         with naming_a_loss():  # of another process, until the watchdog does
-            accelerator = _connect(config, launch)
+            accelerator = connect(config, launch)
             start = find_start(config, accelerator)
             config = start.config
             start_workers_early(config)  # the server of data workers imports torch while this process goes on
@@ -106,20 +101,7 @@ def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -
                 fit(setup, run)
             except StopAskedError:
                 return interrupt(run)
-            except Exception as error:  # of the device, of DDP or of a restored optimizer: say what to do instead
-                raise_memory_advice(error, training_advice(setup.plan))
-                raise_unused_parameters_advice(error)
-                run.checkpoints.raise_state_advice(error, run.state.update)
-                raise
             return finish(run)
-
-
-def _connect(config: Config, launch: Launch) -> Accelerator:
-    if config.trackers:
-        from accel_train.records.trackers import check_trackers
-
-        check_trackers(config.trackers)
-    return connect(config, launch)
 
 
 def fit(setup: TrainingSetup, run: Run) -> None:
@@ -137,34 +119,30 @@ def fit(setup: TrainingSetup, run: Run) -> None:
 
 def train_epoch(setup: TrainingSetup, run: Run) -> bool:
     """Train the rest of the current epoch. Returns False if the run must return to its last checkpoint."""
-    state, plan, sampler = run.state, setup.plan, setup.sampler
+    state, sampler = run.state, setup.sampler
     sampler.seek(state.epoch, state.epoch_samples)
     if len(sampler) and state.owes_evaluation(setup.config):  # it was stopped before this evaluation, or within it
         evaluate_within_epoch(setup, run)
     models.set_train_mode(setup.model, setup.config.model, state.epoch)
     run.stopwatch.start()
-    for micro_batches in grouped(run.batches(), plan.accumulation):
-        # The update takes a window of the epoch's order, which begins after the first `epoch_samples` of it. Some of
-        # the window's samples may be unreadable: `samples` are those that are really in the update.
-        window = plan.real_samples(state.epoch_samples)
-        samples = window if sampler.unreadable is None else sampler.real_samples(state.epoch_samples)
-        lr = max(group["lr"] for group in setup.optimizer.param_groups)
+    for micro_batches in grouped(run.batches(), setup.plan.accumulation):
+        samples, lr = sampler.real_samples(state.epoch_samples), setup.schedule.highest
         applied = update(setup, run, micro_batches, samples)
-        action = run.end_update(applied=applied, window=window, samples=samples, lr=lr)
-        if action == "rewind":
+        run.count_update(samples, applied=applied)
+        asked = run.asked()
+        # Before something is logged or saved, for nothing of an update that was not finite may be.
+        if (asked.line or run.guard.must_rewind) and run.guard.rewinds(state):
             return False
-        if action == "stop":
+        if asked.line:
+            run.log_update(lr)
+        if asked.stop:
             raise StopAskedError
-        if action == "evaluate":
-            run.stopwatch.stop()
+        if asked.evaluate:
             evaluate_within_epoch(setup, run)
-            models.set_train_mode(setup.model, setup.config.model, state.epoch)
-            run.stopwatch.start()
-        elif action == "save":
+        elif asked.save:
             run.save()
     # Whether the last update was finite is read only now: see run/nonfinite.py.
-    must_rewind = run.guard.rewinds(state)
-    return not must_rewind
+    return not run.guard.rewinds(state)
 
 
 def update(setup: TrainingSetup, run: Run, batches: Iterable[Batch], samples: int) -> bool:
@@ -210,11 +188,14 @@ def end_epoch(setup: TrainingSetup, run: Run) -> None:
 
 
 def evaluate_within_epoch(setup: TrainingSetup, run: Run) -> None:
-    """Evaluate between two updates of an epoch, and save if that is due or the result is the best."""
+    """Evaluate between two updates of an epoch, save if that is due or the result is the best, and train on."""
+    run.stopwatch.stop()
     is_best = evaluate(setup, run, is_last=False, steps_schedule=False)
     run.state.evaluated = run.state.update
     if run.save_is_due or is_best:
         run.save()
+    models.set_train_mode(setup.model, setup.config.model, run.state.epoch)
+    run.stopwatch.start()
 
 
 def evaluate(setup: TrainingSetup, run: Run, *, is_last: bool, steps_schedule: bool) -> bool:

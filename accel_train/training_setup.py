@@ -85,7 +85,11 @@ class TrainingSetup:
 
 def connect(config: Config, launch: Launch) -> Accelerator:
     """Connect to the other processes; return the Accelerator. Raises UserError if the batch cannot be divided, with any
-    model, or the processes do not connect."""
+    model, a tracker is not known or the processes do not connect."""
+    if config.trackers:
+        from accel_train.records.trackers import check_trackers
+
+        check_trackers(config.trackers)
     divide_batch(config, launch.world_size, batchnorm=False)
     accelerator = create_accelerator(
         launch,

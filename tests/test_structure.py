@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "accel_train"
 # From the top to the bottom: a file imports from rooms further down, and from its own.
 ROOMS = """
-__main__ preflight cli api doctor bench export audit report analysis parts train run training_setup evaluate
+__main__ preflight cli api doctor bench export audit report analysis parts train run training_setup step evaluate
 cluster records checkpoint ownership optim data models launch config user_code starter keyed exact_sum files untrusted
 errors __init__
 """.split()  # noqa: SIM905

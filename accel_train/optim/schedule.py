@@ -161,6 +161,11 @@ class LearningRate:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * group.get("lr_scale", 1.0)
 
+    @property
+    def highest(self) -> float:
+        """The highest learning rate of all parameter groups, of the update that comes next."""
+        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+
     def step(self, epoch: int, metric: float) -> None:
         """Record the figure `metric` after `epoch` epochs, higher if better; the next update's rate follows from it."""
         self.plateau.step(epoch, metric)

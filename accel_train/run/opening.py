@@ -184,6 +184,6 @@ def _rate_note(setup: TrainingSetup, checkpoints: Checkpoints) -> str:
         return ""
     from accel_train.optim.schedule import schedule_change
 
-    rate = max(float(group["lr"]) for group in setup.optimizer.param_groups)
+    rate = setup.schedule.highest
     rates = {"before": checkpoints.rate_before, "rate": rate}
     return schedule_change(setup.config, setup.plan, checkpoints.changed, **rates, factors=setup.schedule.factors)

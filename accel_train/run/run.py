@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from dataclasses import dataclass
 
 from accel_train.checkpoint.directory import checkpoint_path
 from accel_train.checkpoint.train_state import TrainState
@@ -13,8 +13,9 @@ from accel_train.data.loading import evaluation_batch_size
 from accel_train.errors import MetricError
 from accel_train.evaluate import Batch, evaluate
 from accel_train.launch.agreement import broadcast_from_main
+from accel_train.models.trial import raise_unused_parameters_advice
 from accel_train.optim.ema import broadcast_buffers
-from accel_train.optim.micro_batch import evaluation_advice, memory_advice
+from accel_train.optim.micro_batch import evaluation_advice, memory_advice, raise_memory_advice, training_advice
 from accel_train.ownership.lease import Lease
 from accel_train.records.cost import Ledger
 from accel_train.records.events import (
@@ -47,8 +48,19 @@ from accel_train.run.stopping import StopRequests
 from accel_train.run.watchdog import Watchdog
 from accel_train.training_setup import TrainingSetup
 
-Next = Literal["go on", "evaluate", "save", "stop", "rewind"]
-"""What the training loop has to do after an update."""
+
+@dataclass(frozen=True)
+class Asked:
+    """What the training loop has to do after an update; the same on all processes.
+
+    At an epoch's end neither `evaluate` nor `save`: the loop does both there by itself, and may save later.
+    """
+
+    stop: bool
+    evaluate: bool
+    save: bool
+    line: bool
+    """Whether a line of the log is due. It is before each of the others."""
 
 
 class Run:
@@ -117,7 +129,13 @@ class Run:
             around.callback(lambda: self.emit(Closed()))
             around.enter_context(self._report_interrupt())
             self._begin()
-            yield
+            try:
+                yield
+            except Exception as error:  # of the device, of DDP or of a restored optimizer: say what to do instead
+                raise_memory_advice(error, training_advice(self.setup.plan))
+                raise_unused_parameters_advice(error)
+                self.checkpoints.raise_state_advice(error, self.state.update)
+                raise
 
     def _begin(self) -> None:
         setup, config, state = self.setup, self.config, self.state
@@ -158,49 +176,45 @@ class Run:
         """The training's micro-batches; the time of waiting for them is measured, and the watchdog monitors it."""
         return self.stopwatch.timed(self.watchdog.monitored(self.setup.training.batches, "training"))
 
-    def end_update(self, *, applied: bool, window: int, samples: int, lr: float) -> Next:
-        """Count an update whose optimizer step was `applied` or skipped, and log it if a line is due.
-
-        `window`: samples of the epoch that the update covers, of which `samples` could be read; `lr`: of its step.
-        Returns what the loop has to do now; after "evaluate", save if a save is due. At the end of an epoch it is never
-        one of these two: they follow there.
-        """
-        state, config, plan = self.state, self.config, self.setup.plan
+    def count_update(self, samples: int, *, applied: bool) -> None:
+        """Count an update with `samples` samples whose optimizer step was `applied` or skipped."""
+        state = self.state
+        covered = self.setup.plan.real_samples(state.epoch_samples)  # of the epoch's order; some may be unreadable
         state.update += 1
-        state.epoch_samples += window
+        state.epoch_samples += covered
         if applied:
             self.meter.commit()
             state.samples_seen += samples
-            state.epoch_left_out += window - samples
+            state.epoch_left_out += covered - samples
         else:
             self.meter.discard()
-            state.epoch_left_out += window
+            state.epoch_left_out += covered
         self.stopwatch.trained(samples)
         self.pace.update = state.update
-        eta = self.pace.eta_seconds
         self.watchdog.advance(state.update)
+
+    def asked(self) -> Asked:
+        """What the user, a signal, the clock and the recipe ask for after this update. Collective."""
+        state, config = self.state, self.config
         stop, save = self.stop_requests.poll()
         every = config.checkpoint.every_updates
         self.save_is_due = save or (every is not None and state.update % every == 0)
-        ends_epoch = plan.updates_left(state.epoch, state.epoch_samples) == 0
+        ends_epoch = self.setup.plan.updates_left(state.epoch, state.epoch_samples) == 0
         evaluates = config.eval_every_updates is not None and state.update % config.eval_every_updates == 0
-        due = stop or self.save_is_due or evaluates or ends_epoch or state.update % config.log_every_updates == 0
-        self.emit(UpdateDone(state.update, state.epoch + 1, self.stopwatch.waiting, eta, due))
+        line = stop or self.save_is_due or evaluates or ends_epoch or state.update % config.log_every_updates == 0
+        self.emit(UpdateDone(state.update, state.epoch + 1, self.stopwatch.waiting, self.pace.eta_seconds, line))
         if self.checkpoints.committed or len(self.checkpoints.failures) > self._failures:
             self.report_saves()
-        if (due or self.guard.must_rewind) and self.guard.rewinds(state):
-            return "rewind"
-        if due:
-            sums = self.meter.reduce()
-            state.add_metrics(sums.totals, sums.samples)
-            seconds, figures = self.stopwatch.speed(sums)
-            epoch, figures = state.current_epoch(config, plan), {**sums.means, "lr": lr, **figures}
-            self.emit(Logged(state.update, epoch, seconds, figures, self.pace.eta_seconds))
-        if stop:
-            return "stop"
-        if ends_epoch:
-            return "go on"
-        return "evaluate" if evaluates else "save" if self.save_is_due else "go on"
+        return Asked(stop, evaluates and not ends_epoch, self.save_is_due and not ends_epoch, line)
+
+    def log_update(self, lr: float) -> None:
+        """Log the training metrics since the last line; `lr`: the highest rate of the last step. Collective."""
+        state = self.state
+        sums = self.meter.reduce()
+        state.add_metrics(sums.totals, sums.samples)
+        seconds, speed = self.stopwatch.speed(sums)
+        values = {**sums.means, "lr": lr, **speed}
+        self.emit(Logged(state.update, self._epoch, seconds, values, self.pace.eta_seconds))
 
     def log_epoch(self) -> None:
         """Say the training metrics of the whole epoch, which were counted while the weights changed."""

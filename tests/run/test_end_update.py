@@ -1,4 +1,4 @@
-"""What follows an update: what is counted and logged, and whether the loop goes on, saves, stops or rewinds."""
+"""What follows an update: what is counted and logged, and whether the loop goes on, evaluates, saves or stops."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Checkpoint, Config
 from accel_train.data.order.plan import NO_END, Plan
-from accel_train.records.events import Logged, UpdateDone
-from accel_train.records.meter import Sums
+from accel_train.records.events import UpdateDone
 from accel_train.run.run import Run
 
 
@@ -24,7 +23,6 @@ def run_at(
     ends: int = NO_END,
     stop: bool = False,
     save: bool = False,
-    rewinds: bool = False,
 ) -> Any:
     """A run after `update` of the 10 updates of an epoch, whose last one has 5 samples. What surrounds it is mocked."""
     run = Run.__new__(Run)
@@ -33,11 +31,9 @@ def run_at(
     run.setup = Mock(plan=Plan(95, 10, 1, 1, updates=ends))
     for name in ("meter", "stopwatch", "ledger", "pace", "emit", "watchdog"):
         setattr(run, name, Mock())
-    run.stopwatch.speed.return_value = 1.0, {}  # type: ignore[attr-defined]
     run.checkpoints, run._failures = Mock(committed=[], failures=[]), 0
-    run.meter.reduce.return_value = Sums({"loss": 1.0}, 10)  # type: ignore[attr-defined]
     run.stop_requests = SimpleNamespace(poll=lambda: (stop, save))  # type: ignore[assignment]
-    run.guard = SimpleNamespace(must_rewind=rewinds, rewinds=lambda state: rewinds, reset=Mock())  # type: ignore[assignment]
+    run.guard = Mock()
     return run
 
 
@@ -59,16 +55,18 @@ def run_at(
         (9, {"save": True}, "go on", True),  # it saves after the evaluation
         (1, {"stop": True}, "stop", True),
         (9, {"stop": True, "save": True}, "stop", True),
-        (1, {"rewinds": True, "save": True}, "rewind", False),  # nothing of a bad update is logged or saved
     ],
 )
 def test_what_the_loop_has_to_do(update: int, asked: dict[str, Any], then: str, logged: bool) -> None:
     run = run_at(update, **asked)
-    window = 5 if update == 9 else 10
-    assert run.end_update(applied=True, window=window, samples=window, lr=0.1) == then
-    events = [call.args[0] for call in run.emit.call_args_list]
-    assert [type(event) for event in events] == [UpdateDone] + [Logged] * logged
-    assert events[0].line_due == (logged or bool(asked.get("rewinds")))
+    run.count_update(5 if update == 9 else 10, applied=True)
+    found = run.asked()
+    assert (found.stop, found.line) == (then == "stop", logged)
+    if not found.stop:  # it comes first
+        assert ("evaluate" * found.evaluate or "save" * found.save or "go on") == then
+    [event] = [call.args[0] for call in run.emit.call_args_list]
+    assert isinstance(event, UpdateDone)
+    assert event.line_due == logged
     assert run.state.update == update + 1
     assert run.save_is_due == (asked.get("save", False) or asked.get("every") == 2)
 
@@ -76,7 +74,7 @@ def test_what_the_loop_has_to_do(update: int, asked: dict[str, Any], then: str, 
 @pytest.mark.parametrize(("applied", "left_out", "seen"), [(True, 2, 8), (False, 10, 0)])
 def test_samples_that_are_unreadable_or_skipped_are_left_out(applied: bool, left_out: int, seen: int) -> None:
     run = run_at(0)
-    run.end_update(applied=applied, window=10, samples=8, lr=0.1)
+    run.count_update(8, applied=applied)
     state = run.state
     assert (state.epoch_samples, state.epoch_left_out, state.samples_seen) == (10, left_out, seen)
     assert (run.meter.commit.called, run.meter.discard.called) == (applied, not applied)
