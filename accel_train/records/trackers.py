@@ -2,9 +2,8 @@
 
 A run that is killed repeats the updates after its last checkpoint, and no value may appear twice. So a tracker gets a
 step only when it is final: when a checkpoint of a later update, or of the finished epoch, is complete on the disk, or
-the run is finished. All curves come from metrics.jsonl: the training and `accel-train track` send the same.
-
-RUN/trackers.json keeps each tracker's id of the run, and the last step that was sent.
+the run is finished. `send_final` sends that, from metrics.jsonl: in a thread of the training, and for `accel-train
+track`. RUN/trackers.json keeps each tracker's id of the run, and the last step that was sent.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import os
 import shlex
 import sys
 import threading
-import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from filelock import FileLock, Timeout
 
 from accel_train.checkpoint.directory import list_updates
@@ -37,6 +36,7 @@ from accel_train.records import events
 from accel_train.records.events import Event
 from accel_train.untrusted import is_count, is_number, read_json_lines, read_json_object
 
+FILE = "trackers.json"
 OF_THE_LINE = ("kind", "time", "epoch", "update", "seconds", "count", "generation")  # no curves
 NAMES = {
     "lr": "lr",
@@ -54,14 +54,6 @@ class Point:
     time: float
     """In seconds since 1970."""
     values: dict[str, float]
-
-    def is_final(self, checkpoint: tuple[int, int]) -> bool:
-        """Whether a run that resumes from `checkpoint` (its update, and the epoch that goes on) keeps this point.
-
-        All lines of the step are written then: the evaluations of an epoch are, once the next epoch begins.
-        """
-        update, epoch = checkpoint
-        return self.step < update or (self.step == update and self.epoch < epoch)
 
 
 def point_of(line: Mapping[str, Any]) -> Point | None:
@@ -86,111 +78,57 @@ def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def read_curves(run: Path) -> tuple[list[Point], dict[int, int]]:
-    """The points of a run's metrics.jsonl, one for each update, and the checkpoints that it names: see `saves_in`."""
-    lines = list(read_json_lines(run / "metrics.jsonl"))
-    found: dict[int, Point] = {}
-    for line in lines:
-        if (point := point_of(line)) is not None:
-            add_point(found, point)
-    return [found[step] for step in sorted(found)], saves_in(lines)
-
-
-def add_point(points: dict[int, Point], point: Point) -> None:
-    """Add `point` to `points`, which are by their steps; lines of the same update become one point."""
-    before = points.get(point.step)
-    values = point.values if before is None else before.values | point.values
-    points[point.step] = Point(point.step, point.epoch, point.time, values)
-
-
-def saves_in(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:
-    """The checkpoints that metrics.jsonl names: update -> the epoch that goes on after it."""
-    return {
-        line["update"]: line["epoch"]
-        for line in lines
-        if line.get("kind") == "checkpoint" and isinstance(line.get("update"), int) and "epoch" in line
-    }
-
-
-FILE = "trackers.json"
-NOTHING = -1  # the step before all steps
-
-
-class Memory:
-    """What RUN/trackers.json keeps of one tracker: the "id" of the run there, and the last step that was "sent"."""
-
-    _lock = threading.Lock()  # all trackers of a run share the file
-
-    def __init__(self, run: Path, name: str) -> None:
-        self.path, self.name = run / FILE, name
-        self.values: dict[str, Any] = self._read().get(name, {})
-
-    def _read(self) -> dict[str, Any]:
-        return {key: value for key, value in read_json_object(self.path).items() if isinstance(value, dict)}
-
-    @property
-    def sent(self) -> int:
-        sent = self.values.get("sent")
-        return sent if isinstance(sent, int) else NOTHING
-
-    @property
-    def id(self) -> str | None:
-        id = self.values.get("id")
-        return id if isinstance(id, str) else None
-
-    def keep(self, **values: Any) -> None:
-        """Keep these values too."""
-        self._write(self.values | values)
-
-    def forget(self) -> None:
-        self._write({})
-
-    def _write(self, values: dict[str, Any]) -> None:
-        if values != self.values:
-            self.values = values
-            with self._lock:
-                atomic_write(self.path, json.dumps(self._read() | {self.name: values}, indent=2) + "\n", durable=False)
-
-
 class Service:
-    """A tracker that never gets a step twice, and only final ones.
-
-    "sent" is written before a step is sent, so that a kill in between loses a step rather than repeats it.
-    """
+    """A tracker that gets each step once. What it gets is written down before: a kill in between loses a step."""
 
     def __init__(self, name: str, config: Config, run: Path) -> None:
         self.name, self.run = name, run.resolve()
         self.project = config.recipe or "accel-train"
         self.settings = {**settings_of_run(config), "recipe": config.recipe}
-        self.memory = Memory(run, name)
-        self.last = self.memory.sent  # the newest step that the tracker has
-        self.tracker: GeneralTracker
+        self.memory: dict[str, Any] = self._read().get(name, {})
+        self.id = self.memory["id"] if isinstance(self.memory.get("id"), str) else None
+        self.last = self.memory["sent"] if is_count(self.memory.get("sent")) else -1  # the newest step that it has
+        self.tracker: Any = None  # Accelerate's, once it has begun
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        return {name: kept for name, kept in read_json_object(self.run / FILE).items() if isinstance(kept, dict)}
+
+    def keep(self, **values: Any) -> None:
+        """Keep these values in trackers.json, too."""
+        self.memory |= values
+        text = json.dumps(self._read() | {self.name: self.memory}, indent=2) + "\n"
+        atomic_write(self.run / FILE, text, durable=False)
+
+    def forget(self) -> None:
+        """Forget the run that was in the directory before this one."""
+        self.memory, self.id, self.last = {}, None, -1
+        self.keep()
 
     def begin(self) -> None:
         """Start the tracker."""
         raise NotImplementedError
 
-    def _start(self, **options: Any) -> None:
-        create: Any = LOGGER_TYPE_TO_CLASS[self.name]
-        folder = (self.run,) if create.requires_logging_directory else ()
-        self.tracker = create(self.project, *folder, **options)
+    def _start(self, *arguments: Any, **options: Any) -> Any:
+        """Start Accelerate's tracker; return the object of the package, such as W&B's run."""
+        self.tracker = LOGGER_TYPE_TO_CLASS[self.name](*arguments, **options)
         self.tracker.start()
+        return self.tracker.tracker
 
     def send(self, points: Sequence[Point]) -> None:
         """Log those of the final points that are new."""
         for point in points:
             if point.step > self.last:
                 self.last = point.step
-                self.memory.keep(sent=point.step)
+                self.keep(sent=point.step)
                 self._log(point)
 
     def _log(self, point: Point) -> None:
         self.tracker.log(point.values, step=point.step)
 
     def finish(self, result: Mapping[str, Any], when: float) -> None:
-        """Log the figures of result.json, of the time `when`. They may be there."""
-        if self.memory.values.get("result") != result["updates"]:
-            self.memory.keep(result=result["updates"])
+        """Log the figures of result.json, of the time `when`, unless they are there."""
+        if self.memory.get("result") != result["updates"]:
+            self.keep(result=result["updates"])
             values = {f"result/{name}": value for name, value in numbers_in(result).items()}
             self._log(Point(result["updates"], 0, when, values))
 
@@ -202,12 +140,8 @@ class TensorBoard(Service):
     """Files in RUN/tensorboard, which anybody may read at any time. A new file replaces the steps of older ones from a
     given one on. So "sent" is written after the steps: what a kill makes come twice is shown once."""
 
-    def __init__(self, name: str, config: Config, run: Path) -> None:
-        super().__init__(name, config, run)
-        self.project = "tensorboard"  # the name of the folder
-
     def begin(self) -> None:
-        self._start(purge_step=self.last + 1)
+        self._start("tensorboard", self.run, purge_step=self.last + 1)
         kinds = (bool, int, float, str)
         settings = self.settings.items()
         self.tracker.store_init_configuration({k: v if isinstance(v, kinds) else str(v) for k, v in settings})
@@ -218,7 +152,7 @@ class TensorBoard(Service):
             self._log(point)
         if new:
             self.last = new[-1].step
-            self.memory.keep(sent=self.last)
+            self.keep(sent=self.last)
 
     def _log(self, point: Point) -> None:
         self.tracker.log(point.values, step=point.step, walltime=point.time)
@@ -228,19 +162,20 @@ class WandB(Service):
     """One run at Weights & Biases, whose id is chosen here. Its server knows the last step; without it, "sent" does."""
 
     def begin(self) -> None:
-        if self.memory.id is None:
-            self.memory.keep(id=uuid.uuid4().hex[:16])  # before the start: a kill in between leaves one run
-        self.project = os.environ.get("WANDB_PROJECT", self.project)
+        if self.id is None:
+            self.id = uuid.uuid4().hex[:16]
+            self.keep(id=self.id)  # before the start: a kill in between leaves one run
         if threading.current_thread() is not threading.main_thread():
             self._check_key()
-        self._start(
-            id=self.memory.id,
+        run = self._start(
+            os.environ.get("WANDB_PROJECT", self.project),
+            id=self.id,
             resume="allow",
             name=os.environ.get("WANDB_NAME", self.run.name),
             dir=os.environ.get("WANDB_DIR", str(self.run)),
         )
-        if not self.tracker.tracker.offline:
-            self.last = self.tracker.tracker.starting_step - 1
+        if not run.offline:
+            self.last = run.starting_step - 1
         self.tracker.store_init_configuration(self.settings)
 
     def _check_key(self) -> None:
@@ -262,10 +197,9 @@ class MLflow(Service):
     """One run of MLflow, whose id the server chooses."""
 
     def begin(self) -> None:
-        known = self.memory.id
-        self._start(run_id=known, run_name=self.run.name)
-        if known is None:
-            self.memory.keep(id=self.tracker.tracker.info.run_id)
+        run = self._start(self.project, run_id=self.id, run_name=self.run.name)
+        if self.id is None:
+            self.keep(id=run.info.run_id)
             self.tracker.store_init_configuration(self.settings)  # they cannot be changed
 
     def _log(self, point: Point) -> None:
@@ -279,8 +213,6 @@ SERVICES: dict[str, type[Service]] = {"tensorboard": TensorBoard, "wandb": WandB
 
 def check_trackers(names: Sequence[str], option: str = "--trackers") -> None:
     """Raise UserError for an unknown tracker, or one without its package, which Accelerate would silently skip."""
-    from accelerate.tracking import get_available_trackers
-
     available = [str(tracker) for tracker in get_available_trackers()]
     for name in names:
         if name not in SERVICES:
@@ -290,75 +222,51 @@ def check_trackers(names: Sequence[str], option: str = "--trackers") -> None:
             raise UserError(f"{option}: the package of {name!r} is not installed (pip install {name}).")
 
 
-PAUSE_SECONDS = 5.0  # between two looks at metrics.jsonl: checkpoints may come fast, and the file may be long
-END_SECONDS = 60.0  # how long a finished run waits for its trackers
-STOP_SECONDS = 15.0  # how long a stopped one does: its job may be killed soon
-
-
 def send_final(run: Path, service: Service) -> tuple[int, int]:
     """Send what is final and new; return how many steps are final, and how many are not yet."""
     # The checkpoints and the result first: what they make final is in the lines that are read after them.
     result, updates = read_result(run), list_updates(run / "checkpoints")
     is_finished = isinstance(result.get("updates"), int)
-    points, saves = read_curves(run)
-    position = (updates[-1], saves.get(updates[-1], 0)) if updates else (0, 0)
-    final = [point for point in points if is_finished or point.is_final(position)]
+    points: dict[int, Point] = {}
+    saved = (updates[-1] if updates else 0, 0)  # the newest checkpoint's update, and the epoch that goes on after it
+    for line in read_json_lines(run / "metrics.jsonl"):
+        if (point := point_of(line)) is not None:
+            others = points[point.step].values if point.step in points else {}
+            points[point.step] = replace(point, values=others | point.values)
+        elif line.get("kind") == "checkpoint" and line.get("update") == saved[0] and is_count(line.get("epoch")):
+            saved = (saved[0], line["epoch"])
+    # A run that resumes from the checkpoint keeps these, and all their lines are written.
+    final = [points[step] for step in sorted(points) if is_finished or (step, points[step].epoch) < saved]
     service.send(final)
     if is_finished:
         service.finish(result, (run / "result.json").stat().st_mtime)
     return len(final), len(points) - len(final)
 
 
-class Sender(threading.Thread):
-    """Does the work of one tracker in its own thread, because its server may be slow or unreachable."""
-
-    def __init__(self, service: Service, run: Path) -> None:
-        super().__init__(name=f"tracker {service.name}", daemon=True)
-        self.service, self.folder = service, run
-        self.failure: Exception | None = None
-        self._asked, self._ending = threading.Event(), threading.Event()
-
-    def ask(self) -> None:
-        """Let it look for what is final now."""
-        self._asked.set()
-
-    def end(self) -> None:
-        """Let it look once more, and end."""
-        self._ending.set()
-        self._asked.set()
-
-    def run(self) -> None:
-        try:
-            self.service.begin()
-            is_ending = False
-            while not is_ending:
-                self._asked.wait()
-                self._asked.clear()
-                is_ending = self._ending.is_set()
-                send_final(self.folder, self.service)
-                self._ending.wait(PAUSE_SECONDS)
-            self.service.close()
-        except Exception as error:
-            self.failure = error
+PAUSE_SECONDS = 5.0  # between two looks at metrics.jsonl: checkpoints may come fast, and the file may be long
+END_SECONDS = 60.0  # how long a finished run waits for its trackers
+STOP_SECONDS = 15.0  # how long a stopped one does: its job may be killed soon
 
 
 class Trackers:
-    """The trackers of a run, on its main process. Its methods return at once, but for `end`."""
+    """The trackers of a run, on its main process. A thread sends, because a server may be slow or unreachable."""
 
     def __init__(self, config: Config, run: Path) -> None:
-        self.config, self.run = config, run
-        self._senders: list[Sender] = []
-        self._warned: set[str] = set()
+        self.run = run
+        self._services = [SERVICES[name](name, config, run) for name in dict.fromkeys(config.trackers)]
+        self._failures: dict[str, Exception] = {}  # those that were not yet warned of
+        self._asked, self._ending = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
 
     def handle(self, event: Event) -> Sequence[str]:
-        """Send what an event has made final; return warnings."""
+        """Send what an event has made final; return warnings. Only the last two wait."""
         match event:
             case events.UpdateDone():
                 return self.warnings()
             case events.Started():
                 self.begin(resumed=event.resumed)
             case events.SaveCommitted():
-                self.ask()
+                self._asked.set()
             case events.Ended() if event.result is not None:
                 return self.end(END_SECONDS)
             case events.Closed():
@@ -366,46 +274,56 @@ class Trackers:
         return ()
 
     def begin(self, *, resumed: bool) -> None:
-        """Start the trackers."""
-        for name in dict.fromkeys(self.config.trackers):
-            if not resumed:
-                Memory(self.run, name).forget()  # a new run in the directory of an old one
-            sender = Sender(SERVICES[name](name, self.config, self.run), self.run)
-            sender.ask()
-            sender.start()
-            self._senders.append(sender)
+        self._thread = threading.Thread(target=self._work, args=(resumed,), name="trackers", daemon=True)
+        self._asked.set()
+        self._thread.start()
 
-    def ask(self) -> None:
-        for sender in self._senders:
-            sender.ask()
+    def _work(self, resumed: bool) -> None:
+        """In the thread: send what is final whenever somebody asks, and once more at the end."""
+        while self._services:
+            self._asked.wait()
+            self._asked.clear()
+            is_ending = self._ending.is_set()
+            for service in self._services.copy():
+                try:
+                    if service.tracker is None:
+                        if not resumed:
+                            service.forget()
+                        service.begin()
+                    send_final(self.run, service)
+                    if is_ending:
+                        service.close()
+                        self._services.remove(service)
+                except Exception as error:  # of the tracker's package, too
+                    self._services.remove(service)
+                    self._failures[service.name] = error
+            self._ending.wait(PAUSE_SECONDS)
 
     def warnings(self) -> list[str]:
         """A warning for each tracker that has failed since the last call."""
-        failed = {s.service.name: s.failure for s in self._senders if s.failure and s.service.name not in self._warned}
-        self._warned |= failed.keys()
         return [
-            f"the tracker {name} has failed: {reason_of(error)}. The training goes on without it; "
-            f"`accel-train track {shlex.quote(str(self.run))} --to {name}` sends its curves later."
-            for name, error in failed.items()
+            f"the tracker {name} has failed: {reason_of(self._failures.pop(name))}. The training goes on without it; "
+            f"{self._later(name)} sends its curves later."
+            for name in list(self._failures)
         ]
 
     def end(self, seconds: float) -> list[str]:
-        """End the trackers within this time. Returns warnings."""
-        deadline = time.monotonic() + seconds
-        for sender in self._senders:
-            sender.end()
-        late = []
-        for sender in self._senders:
-            sender.join(max(0.0, deadline - time.monotonic()))
-            if sender.is_alive():
-                name = sender.service.name
-                late.append(
-                    f"the tracker {name} is still sending; the run ends without waiting for it. "
-                    f"`accel-train track {shlex.quote(str(self.run))} --to {name}` sends the rest."
-                )
-        warnings = [*self.warnings(), *late]
-        self._senders = []
-        return warnings
+        """Let the thread send what is final, and end it within this time. Returns warnings."""
+        if self._thread is None:
+            return []
+        self._ending.set()
+        self._asked.set()
+        self._thread.join(seconds)
+        self._thread = None
+        late = [
+            f"the tracker {service.name} is still sending; the run ends without waiting for it. "
+            f"{self._later(service.name)} sends the rest."
+            for service in self._services
+        ]
+        return [*self.warnings(), *late]
+
+    def _later(self, name: str) -> str:
+        return f"`accel-train track {shlex.quote(str(self.run))} --to {name}`"
 
 
 def track(run: Path, name: str) -> str:
@@ -413,8 +331,6 @@ def track(run: Path, name: str) -> str:
 
     Raises UserError if the run, while it trains, sends to this tracker itself, or if the tracker fails.
     """
-    from accelerate import PartialState
-
     config = parse([str(run / "config.yaml")], checks_code=False)
     check_trackers([name], "--to")
     if name in config.trackers and has_owner(run):
@@ -422,20 +338,13 @@ def track(run: Path, name: str) -> str:
     PartialState(cpu=True)  # Accelerate's trackers ask it which process they are on
     try:
         with FileLock(run / ".trackers.lock", timeout=0):
-            final, rest = _send_once(run, SERVICES[name](name, config, run))
+            service = SERVICES[name](name, config, run)
+            service.begin()
+            final, rest = send_final(run, service)
+            service.close()
     except Timeout:
         raise UserError(f"Another process is sending the curves of {run}; try again later.") from None
-    except OSError as error:
-        raise UserError(f"{run}: cannot be read or written ({error.strerror}).") from error
+    except Exception as error:  # of the tracker's package, too
+        raise UserError(f"{name}: {reason_of(error)}. Start it again to send the rest.", code=1) from error
     waits = f"; {rest} newer steps can be sent after the next checkpoint" if rest else ""
     return f"{name}: sent the curves of {run}, {final} steps{waits}"
-
-
-def _send_once(run: Path, service: Service) -> tuple[int, int]:
-    try:
-        service.begin()
-        counts = send_final(run, service)
-        service.close()
-    except Exception as error:  # of the tracker's package
-        raise UserError(f"{service.name}: {reason_of(error)}. Start it again to send the rest.", code=1) from error
-    return counts

@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from accel_train.cli import main
 from accel_train.config.schema import Config
 from accel_train.records import trackers
 from accel_train.records.directory import RunDirectory
-from accel_train.records.trackers import Memory, Point, Trackers, point_of
+from accel_train.records.trackers import Point, Trackers, point_of
 
 Curves = dict[str, list[tuple[int, float]]]
 CONFIG = Config(recipe="digits", epochs=2)
@@ -162,16 +163,14 @@ class Training:
     def save(self) -> Training:
         self._log("checkpoint", epoch=min(self.update // 10 + 1, 2), update=self.update)
         (self.directory.path / "checkpoints" / f"update-{self.update:08}").mkdir(parents=True)
-        self.trackers.ask()
+        self.trackers._asked.set()
         return self
 
     def kill(self) -> None:
         """The trackers have done what they were told, and are never ended."""
-        for sender in self.trackers._senders:
-            sender.service.close = lambda: None  # type: ignore[method-assign]
-            sender.end()
-            sender.join(20)
-            assert sender.failure is None, sender.failure
+        for service in self.trackers._services:
+            service.close = lambda: None  # type: ignore[method-assign]
+        assert self.trackers.end(20) == []
 
     def finish(self) -> None:
         result = {"updates": self.update, "test_accuracy": 0.9, "recipe": "digits"}
@@ -240,8 +239,10 @@ def test_a_tracker_that_fails_is_warned_of_once_and_the_others_go_on(tmp_path: P
     wandb.init = refuse  # type: ignore[method-assign]
     run = tmp_path / "my run"
     training = Training(run, ["wandb", "tensorboard"]).train(5)
-    training.trackers._senders[0].join(20)
-    (warning,) = training.trackers.warnings()
+    deadline = time.monotonic() + 20
+    while not (warnings := training.trackers.warnings()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (warning,) = warnings
     assert "wandb has failed: api.example cannot be reached. The training goes on" in warning
     assert f"accel-train track '{run}' --to wandb" in warning
     training.train(15).finish()
@@ -257,6 +258,16 @@ def test_a_tracker_that_hangs_is_not_waited_for(tmp_path: Path, wandb: FakeWandB
     (warning,) = training.trackers.end(0.2)
     release.set()
     assert "the tracker wandb is still sending" in warning
+
+
+@pytest.mark.parametrize("content", ["", "[1", '{"wandb": 7}', '{"wandb": {"id": 7, "sent": "much", "result": []}}'])
+def test_a_damaged_trackers_json_ends_nothing(tmp_path: Path, wandb: FakeWandB, content: str) -> None:
+    Training(tmp_path, ["wandb"]).train(12).kill()
+    (tmp_path / "trackers.json").write_text(content)
+    Training(tmp_path, ["wandb"], 10).train(10).finish()  # its id is lost: another run there, which has all steps
+    first, second = wandb.runs.values()
+    assert [row["_step"] for row in first.rows] == list(range(1, 11))
+    assert [row["_step"] for row in second.rows] == list(range(1, 21))
 
 
 def test_a_failed_replay_says_so(tmp_path: Path, wandb: FakeWandB, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +310,7 @@ def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dig
     shown: Curves = {}
     records = [record for file in sorted(run.glob("wandb/offline-run-*/*.wandb")) for record in wandb_records(file)]
     runs = {(r.run.run_id, r.run.project, r.run.display_name) for r in records if r.WhichOneof("record_type") == "run"}
-    assert runs == {(Memory(run, "wandb").values["id"], "digits", "mine")}
+    assert runs == {(json.loads((run / "trackers.json").read_text())["wandb"]["id"], "digits", "mine")}
     for record in records:
         row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         for name, value in row.items():
