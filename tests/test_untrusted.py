@@ -269,7 +269,7 @@ EXCEPTIONS = {
     "data.sources.arrays": "the digits of the package",
     "doctor.rehearsal.drill": "its own scratch folder", "doctor.rehearsal.listener": "its own scratch folder",
     "doctor.storage": "its own scratch folder", "export.export": "a new folder",
-    "export.formats": "the file that it has written", "export.timm_directory": "a new folder",
+    "export.formats": "a new folder",
     "checkpoint.own_optimizer": "bytes in memory, which it has just written",
     "cli.of_run.predict": "temporary files beside what the user names", "cli.of_recipe.bench": "what the user names",
     "data.tools.shard_writer": "a folder that the user names",
@@ -280,7 +280,7 @@ EXCEPTIONS = {
     "analysis.predictions": "np.load of an opened file", "data.sources.files.tars": "tarfile of an opened file",
     "user_code.loading": "the import of a user's own code", "data.sources.user.dataset": "the same",
     "export.preprocess": "an image of the user's, read by the code that other programs copy",
-    "export.images": "an image of the data, which the source has read",
+    "export.compare": "an image of the data, which the source has read",
     # Not yet
 }  # fmt: skip
 """Modules that open files by themselves -> why they may."""

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from accel_train.analysis.figures import interval_of
+from accel_train.analysis.loaded_run import LoadedRun
 from accel_train.config.compatibility import affects_learning
 from accel_train.export.formats import OPSET
 from accel_train.export.preprocess import FILE
@@ -41,16 +42,16 @@ model = torch.export.load("model.pt2").module()  # float32 [batch, channels, siz
 }
 
 
-def model_card(run: Path, format: str, weights: Path, checked: Sequence[str]) -> str:
-    """The text of README.md. `weights`: the file of the model's or the EMA's; `checked`: what the comparison found."""
-    records = read_run(run)
-    config, info = records.config, records.info
+def model_card(loaded: LoadedRun, format: str, checked: Sequence[str]) -> str:
+    """The text of README.md. `checked`: what the comparison found."""
+    run, config, info = read_run(loaded.path), loaded.config, loaded.info
     model, data = _public("model.name", config.model.name), _public("data.name", config.data.name)
-    head: dict[str, Any] = {"pipeline_tag": "image-classification", "tags": ["accel-train", "image-classification"]}
-    if format in ("timm", "onnx"):
-        head["library_name"] = format
-        head["tags"] += [format]
-    of_ema = ", the exponential moving average (EMA) of the weights" if weights.stem == "ema" else ""
+    tags = ["accel-train", "image-classification", *({format} & {"timm", "onnx"})]
+    head = {"pipeline_tag": "image-classification", "tags": tags}
+    head |= {"library_name": format} if format in tags else {}
+    of_ema = ", the exponential moving average (EMA) of the weights" if loaded.weights.stem == "ema" else ""
+    names = ", ".join(info.classes[:SHOWN]) + (" …" if len(info.classes) > SHOWN else "")
+    labels = ["- an image may have several labels, or none"] if info.multi_label else []
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=True)}---",
         f"# {model} on {data}",
@@ -59,11 +60,11 @@ def model_card(run: Path, format: str, weights: Path, checked: Sequence[str]) ->
         USE[format],
         f"`{FILE}` says how an image file becomes the input, and what the outputs are called.",
         "## Data",
-        "\n".join(_data(records, data)),
+        "\n".join([_images(run, data), f"- {len(info.classes)} classes: {names}", *labels]),
         "## Figures",
-        "\n".join(_figures(records, weights)),
+        "\n".join(_figures(run, loaded.weights)),
         "## Recipe",
-        "\n".join(_recipe(records)),
+        "\n".join(_recipe(run)),
         "## Limits",
         "\n".join(_limits(info)),
         "## Checks",
@@ -73,56 +74,38 @@ def model_card(run: Path, format: str, weights: Path, checked: Sequence[str]) ->
     return "\n\n".join(parts) + "\n"
 
 
-def _data(run: RunRecords, data: str) -> list[str]:
-    info = run.info
-    names = ", ".join(info.classes[:SHOWN]) + (" …" if len(info.classes) > SHOWN else "")
-    counts = [
-        f"{run.result[key]:,} to {word}"
-        for key, word in (("train_images", "train on"), ("test_images", "test on"))
-        if run.result.get(key)
-    ]
-    lines = [f"- data set: {data}" + (f", images: {' and '.join(counts)}" if counts else "")]
-    lines.append(f"- {len(info.classes)} classes: {names}")
-    if info.multi_label:
-        lines.append("- an image may have several labels, or none")
-    return lines
+def _images(run: RunRecords, data: str) -> str:
+    counted = {"train on": run.result.get("train_images"), "test on": run.result.get("test_images")}
+    counts = [f"{count:,} to {word}" for word, count in counted.items() if count]
+    return f"- data set: {data}" + (f", images: {' and '.join(counts)}" if counts else "")
 
 
 def _figures(run: RunRecords, weights: Path) -> list[str]:
-    """A table of the splits that were evaluated with these weights; else the figures of the run's end."""
-    records = {split: _evaluation(run.path / f"evaluation-{split}.json", weights) for split in ("test", "val")}
-    rows = {split: record for split, record in records.items() if record}
-    if not rows and weights.parent == run.path:  # not of a checkpoint
+    """Those of the last `accel-train evaluate` of these weights, else those of the run's end."""
+    splits = ("test", "val")
+    split, record = next(((s, r) for s in splits if (r := _evaluation(run, s, weights))), ("test", None))
+    if record is None and weights.parent == run.path:  # not of a checkpoint
         prefix = "ema_test_" if weights.stem == "ema" else "test_"
-        of_test = {key.removeprefix(prefix): value for key, value in run.result.items() if key.startswith(prefix)}
-        rows = {"test": of_test | {"count": run.result.get("test_images")}}
-    shown = [
-        metric
+        record = {key.removeprefix(prefix): value for key, value in run.result.items() if key.startswith(prefix)}
+        record["count"] = run.result.get("test_images")
+    lines = [
+        f"- {metric.name.replace('_', ' ')}: {metric.show(record[metric.name])}"
         for metric in run.figures
-        if len(run.info.classes) >= metric.fewest_classes
-        and all(record.get(metric.name) is not None for record in rows.values())
+        if record and len(run.info.classes) >= metric.fewest_classes and record.get(metric.name) is not None
     ]
-    if not rows or not shown:
+    if record is None or not lines:
         return ["No figures: the model has not been evaluated."]
-    names = [metric.name.replace("_", " ") for metric in shown]
-    lines = ["| split | images | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
-    for split, record in rows.items():
-        cells = [metric.show(record[metric.name]) + _interval(metric.name, record) for metric in shown]
-        lines.append(f"| {split} | {record['count'] or ''} | " + " | ".join(cells) + " |")
-    return [*lines, "", "In brackets: the 95% interval (Wilson)."] if "accuracy" in names else lines
+    if (interval := interval_of(record)) is not None:
+        lines.append(f"- 95% interval of the accuracy (Wilson): {interval[0]:.1%} to {interval[1]:.1%}")
+    count = f", {record['count']} images" if record["count"] else ""
+    return [f"On the {split} split{count}:", "", *lines]
 
 
-def _interval(metric: str, record: dict[str, Any]) -> str:
-    """ " (90.1% to 94.2%)" for the accuracy; else ""."""
-    interval = interval_of(record) if metric == "accuracy" else None
-    return "" if interval is None else f" ({interval[0]:.1%} to {interval[1]:.1%})"
-
-
-def _evaluation(path: Path, weights: Path) -> dict[str, Any] | None:
-    """The figures of `accel-train evaluate` in a file, if they are of the exported weights."""
+def _evaluation(run: RunRecords, split: str, weights: Path) -> dict[str, Any] | None:
+    """The figures of `accel-train evaluate`, if they are of the exported weights."""
     try:
-        record = read_json_object(path)[weights.stem]
-        same = (path.parent / record["weights"]).resolve() == weights.resolve()
+        record = read_json_object(run.path / f"evaluation-{split}.json")[weights.stem]
+        same = (run.path / record["weights"]).resolve() == weights.resolve()
         return record if same and isinstance(record["count"], int) else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
@@ -130,18 +113,10 @@ def _evaluation(path: Path, weights: Path) -> dict[str, Any] | None:
 
 def _recipe(run: RunRecords) -> list[str]:
     """The most important settings, and the others that decide what is learned and are not those of the recipe."""
-    lines = [f"- {key}: {_public(key, run.settings[key])}" for key in MAIN]
     title, changed = differences_from_recipe(run)
-    others = [
-        f"{key} {_public(key, value)}"
-        for key, (_, value) in changed.items()
-        if key not in (*MAIN, *PRIVATE) and affects_learning(key, run.config.schedule.name)
-    ]
-    if others:
-        lines.append(f"- other settings that differ from {title}: {', '.join(others)}")
-    elif title.startswith("the recipe"):
-        lines.append(f"- all other settings are those of {title}")
-    return lines
+    learned = [key for key in changed if key not in PRIVATE and affects_learning(key, run.config.schedule.name)]
+    lines = [f"- {key}: {_public(key, run.settings[key])}" for key in dict.fromkeys((*MAIN, *learned))]
+    return [*lines, f"- all other settings that decide what is learned are those of {title}"]
 
 
 def _public(key: str, value: Any) -> Any:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from accel_train.export.compare import Images, check
 from accel_train.export.formats import Loaded
-from accel_train.export.images import Images
-from accel_train.export.verify import check
 from accel_train.records.model_info import ModelInfo
 
 INFO = ModelInfo(("a", "b"), 1, 2, 2, (0.5,), (0.5,))
