@@ -35,7 +35,7 @@ from accel_train.data.loading import start_workers_early
 from accel_train.evaluate import Batch, create_metrics
 from accel_train.launch.agreement import broadcast_from_main, naming_a_loss
 from accel_train.launch.environment import Launch
-from accel_train.optim.micro_batch import LESS_MEMORY, memory_advice
+from accel_train.optim.performance import LESS_MEMORY, memory_advice
 from accel_train.ownership.claim import Claim, claim_run
 from accel_train.records.directory import remove_requeue_marker
 from accel_train.records.metrics import LOWER_IS_BETTER

@@ -25,9 +25,9 @@ from accel_train.launch.accelerator import collective_seconds, create_accelerato
 from accel_train.launch.environment import Launch
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
 from accel_train.models.dropout import convert_dropout
+from accel_train.models.hub import Weights
 from accel_train.models.trial import Verdict, find_verdict
-from accel_train.models.weights.hub import Weights
-from accel_train.models.weights.new_model import create_new_model
+from accel_train.models.weights import create_new_model
 from accel_train.models.wrapping import shard_batchnorm, unwrap_model
 from accel_train.optim.bitwise import use_deterministic_kernels, use_deterministic_layers
 from accel_train.optim.ema import Ema, create_ema

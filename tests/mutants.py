@@ -51,7 +51,7 @@ RUN, WATCHDOG = "run/run.py", "run/watchdog.py"
 PLAN, SAMPLERS = "data/order/plan.py", "data/order/samplers.py"
 PARAMETERS, MIXING, BATCH, IMAGE = (f"data/transforms/{name}.py" for name in ("parameters", "mixing", "batch", "image"))
 METRICS, EVALUATE, RECORDS = "records/metrics.py", "evaluate.py", "records/directory.py"
-LAYERS, VIRTUAL, KEYS = "models/batchnorm/layers.py", "models/batchnorm/virtual_batches.py", "models/dropout/keys.py"
+LAYERS, VIRTUAL, KEYS = "models/batchnorm/layers.py", "models/batchnorm/virtual_batches.py", "models/dropout.py"
 AGREEMENT, PRECISION = "launch/agreement.py", "launch/precision.py"
 OPTIONS = "config/options.py"
 
@@ -103,7 +103,7 @@ MUTANTS = [
            "checkpoint/test_manager.py", "the loss scaler is restored"),
     Mutant("checkpoint/choose.py", "            if is_late(folder.parent, snapshot.state, update):", "            if False:",
            "checkpoint/test_manager.py", "a checkpoint that an earlier owner wrote late is not resumed from"),
-    Mutant("checkpoint/position.py", "        position.forget_best()", "        pass",
+    Mutant("checkpoint/manager.py", "        position.forget_best()", "        pass",
            "checkpoint/test_manager.py", "the best value of another metric no longer counts"),
     Mutant(STATE, "math.isfinite(figure) and (best is None", "(best is None",
            "checkpoint/test_train_state.py", "a first figure of NaN is never the best"),

@@ -28,7 +28,7 @@ from accel_train.data.sources.files.folder import FileImages
 from accel_train.data.sources.files.index_file import SplitFiles
 from accel_train.data.sources.shared import StringArray
 from accel_train.errors import UserError
-from accel_train.models.weights.file import read_state
+from accel_train.models.weights import read_state
 from accel_train.ownership.owner import read_owner
 from accel_train.records.trackers import point_of
 from accel_train.run.start import find_file

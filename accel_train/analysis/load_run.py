@@ -18,7 +18,7 @@ from accel_train.config.url import is_url
 from accel_train.data.sources.load import splits_of
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UntrustedError, UserError, one_line
-from accel_train.models.weights.hub import is_hub_name
+from accel_train.models.hub import is_hub_name
 from accel_train.records.model_info import FILE, ModelInfo
 from accel_train.records.provenance import metric_key
 from accel_train.user_code.kept import import_context, kept_text

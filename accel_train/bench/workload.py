@@ -23,7 +23,7 @@ from accel_train.data.order.plan import NO_END
 from accel_train.data.sources.load import Splits
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
-from accel_train.optim.micro_batch import as_in_training
+from accel_train.optim.performance import as_in_training
 from accel_train.records.meter import Meter
 from accel_train.records.sinks import Stream
 from accel_train.run.nonfinite import Guard

@@ -6,6 +6,8 @@ store.py saves and restores them.
 from __future__ import annotations
 
 import dataclasses
+import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,21 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from accel_train.checkpoint.format import Snapshot, versions
+from accel_train.checkpoint.directory import checkpoint_path, list_updates
+from accel_train.checkpoint.format import Snapshot, epochs_done, versions
 from accel_train.checkpoint.state_dict import named_tensors, outline
 from accel_train.checkpoint.store import CheckpointStore, RestorePlan
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.checkpoint.weights import check_same_model
 from accel_train.config.compatibility import (
+    SAMPLE_KEYS,
     check_changes,
     differences,
     is_under,
     learning_fingerprint,
 )
 from accel_train.config.schema import Config, as_dict
+from accel_train.data.order.plan import create_plan
 from accel_train.errors import UserError
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.ownership.lease import Lease
@@ -114,15 +119,13 @@ class Checkpoints(CheckpointStore):
     ) -> tuple[TrainState, Mapping[str, str]]:
         """The position of the checkpoint, and the settings that differ from its own. Raises UserError if the run cannot
         go on from it. `allow`: settings that may differ although they change what is learned."""
-        from accel_train.checkpoint.position import obstacle_at, position_in
-
         config, samples = self.config, self.samples
         counts = snapshot.state.get("samples", samples), samples
         changes = differences(
             snapshot.state["configuration"], config, counts, (snapshot.state.get("table", ""), self.table)
         )
-        position = position_in(snapshot, path, config, samples, changes)
-        obstacle = obstacle_at(position, snapshot, path, config, samples, changes)
+        position = _position_in(snapshot, path, changes)
+        obstacle = _obstacle_at(position, snapshot, path, config, samples, changes)
         if not obstacle:
             try:
                 check_same_model(named_tensors(self.model), snapshot.model, path)
@@ -169,6 +172,62 @@ class Checkpoints(CheckpointStore):
 
         bare, settings = unwrap_model(self.model), self.config.model
         return frozen_names(bare, settings, position.epoch - (position.epoch_samples == 0))
+
+
+def _position_in(snapshot: Snapshot, path: Path, changes: Mapping[str, str]) -> TrainState:
+    """The position of the checkpoint `path` in this run's data.
+
+    `changes`: the differences between the checkpoint's settings and this run's. Raises UserError.
+    """
+    position = TrainState.from_saved(snapshot.state["train"], path)
+    if "best-metric" in changes:  # the best value so far is one of another metric
+        position.forget_best()
+    if not changes.keys().isdisjoint({*SAMPLE_KEYS, "data", "batch-size", "data.drop-last"}):
+        # Updates to be skipped that are still to come have different samples now.
+        position.left_out = [update for update in position.left_out if update <= position.update]
+    return position
+
+
+def _obstacle_at(
+    position: TrainState, snapshot: Snapshot, path: Path, config: Config, samples: int, changes: Mapping[str, str]
+) -> str:
+    """Why a run with so many training samples cannot go on from `position`, even if all `changes` of settings are
+    allowed; "" if it can."""
+    if too_short := _too_short(position, path, config, samples):
+        return too_short
+    by_batch = ("batch-size",) if config.data.order == "shards" else ()  # canonical nodes divide the batch
+    changed = [f"{key}: {changes[key]}" for key in (*SAMPLE_KEYS, *by_batch, "data") if key in changes]
+    saved_samples = snapshot.state.get("samples", samples)
+    if saved_samples != samples and "data" not in changes:
+        changed.append(f"{saved_samples} -> {samples} training samples")
+    if not (position.epoch_samples and changed):
+        return ""
+    checkpoints = [checkpoint_path(path.parent, update) for update in list_updates(path.parent)]
+    epoch_ends = [checkpoint for checkpoint in checkpoints if epochs_done(checkpoint)]
+    instead = f": --resume {shlex.quote(str(epoch_ends[-1]))}" if epoch_ends else ", if there is one"
+    return (
+        f"{path} is in the middle of epoch {position.epoch + 1}, which has to be completed with the samples with "
+        f"which it began ({'; '.join(changed)}). Give the old settings until the epoch is complete, or start with "
+        f"another --output-dir from a checkpoint at the end of an epoch{instead}."
+    )
+
+
+def _too_short(position: TrainState, path: Path, config: Config, samples: int) -> str:
+    """Why a run of so many epochs or updates has no update `position`; "" if it has."""
+    least = position.epoch + (position.epoch_samples > 0)
+    option = f"--epochs {config.epochs}"
+    state = f"epoch {least} has begun" if position.epoch_samples else f"{least} epochs are done"
+    if least <= math.ceil(config.epochs):
+        ends_within = config.stop.updates is not None or config.epochs != int(config.epochs)
+        if not ends_within or samples < config.batch_size:  # other mistakes are told elsewhere
+            return ""
+        plan = create_plan(config, samples, processes=1, accumulation=1, virtual_batch=1)
+        done = plan.updates_until(position.epoch, position.epoch_samples)
+        if done <= plan.updates:
+            return ""
+        if plan.updates == config.stop.updates:
+            option, state, least = f"--stop.updates {plan.updates}", f"{done} updates are done", done
+    return f"{option}: {state} in {path}. Give at least {least}, or start a new run with another --output-dir."
 
 
 def _has_own_schedule(config: Config) -> bool:

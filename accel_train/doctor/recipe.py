@@ -14,7 +14,7 @@ from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, Check, Examination
 from accel_train.doctor.scheduler import job_times
 from accel_train.errors import UserError
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.optim.micro_batch import LESS_MEMORY, is_out_of_memory, training_advice
+from accel_train.optim.performance import LESS_MEMORY, is_out_of_memory, training_advice
 from accel_train.records.cost import duration
 
 ENOUGH_UPDATES, SECONDS = 3, 3.0  # of a measurement: so many updates, and as many as take so long

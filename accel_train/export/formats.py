@@ -21,9 +21,9 @@ from accel_train.data.transforms.parameters import crop_fraction
 from accel_train.errors import UserError, needing, reason_of
 from accel_train.export.preprocess import FILE
 from accel_train.models.factory import more_arguments
+from accel_train.models.hub import CONFIG, FILES, KEPT, architecture_of, is_hub_name
 from accel_train.models.nets import NETS, TORCHVISION
 from accel_train.models.torchvision_models import architecture, is_torchvisions
-from accel_train.models.weights.hub import CONFIG, FILES, KEPT, architecture_of, is_hub_name
 from accel_train.records.model_info import ModelInfo
 from accel_train.user_code.reference import parse_reference, short_name
 

@@ -14,9 +14,9 @@ from torch import nn
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Model
 from accel_train.errors import UserError, nearest, reason_of
+from accel_train.models import hub
 from accel_train.models.classifier import find_classifier
 from accel_train.models.nets import NETS, TORCHVISION, without_none
-from accel_train.models.weights import hub
 from accel_train.models.wrapping import logits_of
 from accel_train.user_code.reference import Reference, parse_reference, short_name
 
@@ -80,7 +80,7 @@ def create_model(
     new. What is frozen (freezing.py) requires no gradients; call `set_train_mode` rather than `.train()`.
 
     Without `published` no weights are fetched, whatever model.pretrained says: for a model whose own are loaded next.
-    Those of hf-hub: and local-dir: never are: weights/loading.py does. `origin`: has such a model's architecture.
+    Those of hf-hub: and local-dir: never are: weights.py does. `origin`: has such a model's architecture.
 
     Published weights are downloaded by each process that finds them missing from the cache: let one go first.
     Raises UserError for an unknown name, an option or a size of image that the model does not take, and

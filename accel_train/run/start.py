@@ -19,7 +19,7 @@ from accel_train.data.sources.load import Splits, splits_of
 from accel_train.errors import UserError
 from accel_train.files import sha256
 from accel_train.launch.agreement import broadcast_from_main, check_agreement, fail_together
-from accel_train.models.weights import hub
+from accel_train.models import hub
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.schedule import check_schedule
 from accel_train.records.model_info import FILE, ModelInfo, read_model_info
@@ -175,7 +175,7 @@ def find_file(path: Path) -> tuple[hub.Weights, ModelInfo | None]:
         file = list(find_weights(path).values())[-1]
     else:
         file = path
-        from accel_train.models.weights.file import check_file
+        from accel_train.models.weights import check_file
 
         check_file(file)
     info = None

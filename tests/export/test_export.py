@@ -23,7 +23,7 @@ from accel_train.config.origin import Origin
 from accel_train.config.schema import to_yaml
 from accel_train.export.preprocess import prepare
 from accel_train.models.factory import create_model
-from accel_train.models.weights.hub import describe
+from accel_train.models.hub import describe
 from accel_train.records.model_info import ModelInfo
 from accel_train.user_code.reference import file_hash
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
-from accel_train.models.dropout.keys import attention
+from accel_train.models.dropout import DropoutKeys, KeyedFunctions, attention, convert_dropout
 
 IDS = 7 * torch.arange(12) + 3
 LAYERS = {
@@ -140,7 +139,7 @@ class TestDistribution:
         keys = DropoutKeys(0, ["one"])
         keys.set_samples(torch.arange(1), 0)
         every = torch.arange(65536).to(torch.int16).view(torch.int64).view(1, -1)
-        monkeypatch.setattr("accel_train.models.dropout.keys._words", lambda number, keys, count: every)
+        monkeypatch.setattr("accel_train.models.dropout._words", lambda number, keys, count: every)
         for p in (0.1, 0.25, 0.5, 0.77):
             mask = keys.mask(0, (1, 65536), p)
             assert mask is not None and int(mask.keep.sum()) == mask.kept * 65536

@@ -22,11 +22,11 @@ from accel_train.errors import UserError
 from accel_train.models import (
     classifier_names,
     create_model,
+    hub,
     input_size,
     pretrained_normalization,
     set_train_mode,
 )
-from accel_train.models.weights import hub
 
 OWN = {
     "digits_cnn": 8,

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Model
 from accel_train.errors import UserError
-from accel_train.models import create_model
-from accel_train.models.weights import hub
-from accel_train.models.weights.file import read_state
-from accel_train.models.weights.hub import Weights
-from accel_train.models.weights.loading import load_into
+from accel_train.models import create_model, hub
+from accel_train.models.hub import Weights
+from accel_train.models.weights import load_into, read_state
 
 LETTERS = tuple("abcdefghij")
 

@@ -14,8 +14,8 @@ from accel_train.config.schema import Optim
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
 from accel_train.models.classifier import find_classifier
-from accel_train.optim.micro_batch import as_in_training, evaluation_advice, memory_advice, training_advice
 from accel_train.optim.optimizer import create_optimizer
+from accel_train.optim.performance import as_in_training, evaluation_advice, memory_advice, training_advice
 
 
 @pytest.mark.slow

@@ -1,24 +1,77 @@
-"""Loads weights into a model that may have other classes, another number of channels or another image size."""
+"""The weights that a new run begins from: read from files, loaded into its model.
+
+A file may come from anywhere: it is read without running any code that may be in it. The model may have other classes,
+another number of channels or another image size.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import timm
+import torch
+from accelerate import Accelerator
+from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 
-from accel_train.errors import UserError, first_of
+from accel_train.config.schema import Config
+from accel_train.errors import UserError, first_of, one_line, reason_of
+from accel_train.keyed import key
 from accel_train.models.classifier import classifier_names, required_classifier
-from accel_train.models.weights.file import read_state
-from accel_train.models.weights.hub import Weights
+from accel_train.models.factory import create_model
+from accel_train.models.hub import Weights
 from accel_train.models.wrapping import input_names
+from accel_train.untrusted import open_regular_file
 
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
+TAR_MAGIC = slice(257, 262)
 LEAST = 0.9
 """The part of the body's numbers that must be in the file. With less, the run would begin nearly at random."""
 # Functions in the modules of timm's models that turn other programs' names and sizes into those of a model.
 FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained")
+
+
+def create_new_model(
+    config: Config,
+    accelerator: Accelerator,
+    classes: Sequence[str],
+    channels: int,
+    size: int,
+    weights: Weights | None,
+    *,
+    published: bool,
+) -> tuple[nn.Module, tuple[str, ...], str]:
+    """The model on the device, warnings, and which `weights` were loaded ("" for None).
+
+    Weights that are not loaded or published follow from the seed alone.
+    """
+    fetches = config.model.pretrained and published
+    with accelerator.main_process_first() if fetches else nullcontext():  # one process downloads
+        torch.manual_seed(key(config.seed, "weights"))
+        model = create_model(
+            config.model,
+            num_classes=len(classes),
+            channels=channels,
+            image_size=size,
+            published=published,
+            origin=config.origin,
+        )
+    loaded = ""
+    if weights is not None:
+        loaded = load_into(model, weights, classes, channels)
+    model = model.to(accelerator.device)
+    if not config.model.sync_batchnorm:
+        return model, (), loaded
+    if accelerator.device.type == "cuda":  # torch supports it only on GPUs
+        return convert_sync_batchnorm(model), (), loaded
+    kind = accelerator.device.type
+    return model, (f"model.sync_batchnorm: not available on {kind}; BatchNorm counts over virtual batches",), loaded
 
 
 def load_into(model: nn.Module, weights: Weights, classes: Sequence[str], channels: int) -> str:
@@ -172,3 +225,59 @@ def _check_enough(
         f"first tensors are {first_of([*given])}; this model's are {first_of([*own])}.{example} Give the model.name "
         "and the model.image-size of these weights."
     )
+
+
+def read_state(file: Path) -> dict[str, Tensor]:
+    """The tensors in a file of weights, by name.
+
+    A .pth file may also be a checkpoint of timm's or torchvision's scripts, with the weights (if it has an EMA, those)
+    in one of its entries, and their names may begin with "module.". Raises UserError.
+    """
+    check_file(file)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about files that it then refuses
+            state = timm.models.load_state_dict(str(file), weights_only=True)
+        tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+        odd = next((name for name, value in tensors.items() if value.is_meta or value.layout != torch.strided), None)
+        if odd is not None:
+            raise ValueError(f"{odd} is a tensor without its values, or a sparse one")
+    except Exception as error:  # a damaged or hostile file may make its reader raise anything
+        raise UserError(f"--model.weights: {file} cannot be read: {_reason(file, error)}.") from error
+    if not tensors:
+        raise UserError(f"--model.weights: {file} has no weights: it contains {one_line([*state], 80)}.")
+    return tensors
+
+
+def check_file(file: Path) -> None:
+    """Raise UserError unless a file is regular, and begins as a file of its kind does: before anything reads it whole,
+    which of a huge one full of zeros would take for ever."""
+    if file.suffix not in SUFFIXES:
+        raise UserError(f"--model.weights: {file}: expected a file of weights ({', '.join(SUFFIXES[:4])}).")
+    try:
+        with os.fdopen(open_regular_file(file, follow=True), "rb") as opened:
+            head, size = opened.read(TAR_MAGIC.stop), os.fstat(opened.fileno()).st_size
+    except OSError as error:
+        raise UserError(f"--model.weights: {file} cannot be read: {error.strerror}.") from error
+    if file.suffix == ".safetensors":
+        fits = 0 < int.from_bytes(head[:8], "little") <= size - 8
+    else:  # of torch.save: a zip file, a pickle, or an old tar file
+        fits = head[:2] == b"PK" or head[:1] == b"\x80" or head[TAR_MAGIC] == b"ustar"
+    if not fits:
+        raise UserError(f"--model.weights: {file} cannot be read: it is damaged, or not what its name says.")
+
+
+def _reason(file: Path, error: Exception) -> str:
+    text = reason_of(error, 200)
+    if "weights_only" in text:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint
+        try:
+            names = ", ".join(found(str(file)))
+        except Exception:
+            names = ""
+        if names:
+            return f"loading it would run code ({one_line(names, 100)}); save its state_dict alone, as safetensors"
+        return "it is not a file of torch.save"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"it is damaged, or not what its name says ({text})"

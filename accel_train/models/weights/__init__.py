@@ -1,1 +1,0 @@
-"""Weights that a model starts from: where they come from, how they are read, and what is loaded into what."""
