@@ -80,10 +80,9 @@ class Checkpoints(CheckpointStore):
         )
         self.config, self.samples, self.table = config, samples, table
         self.bits = what_bits_depend_on(accelerator) if config.bitwise else {}
-        self.changed: tuple[str, ...] = ()
-        """The options that are not those of the checkpoint from which the run goes on. On the main process."""
-        self.rate_before = 0.0
-        """The learning rate that the next update would have had with the checkpoint's. On the main process."""
+        self.rate_before: float | None = None
+        """If settings have changed since the checkpoint: the learning rate that the next update would have had. On the
+        main process."""
         self.description = {
             "seed": config.seed,
             "samples": samples,
@@ -103,8 +102,7 @@ class Checkpoints(CheckpointStore):
         if "best-metric" in changes:
             metric = self.config.best_metric or "value"
             self.notes.append(f"the best {metric} so far no longer counts; a new best is recorded from here on")
-        self.changed = tuple(changes)
-        self.rate_before = _rate_in(snapshot.optimizer)
+        self.rate_before = _rate_in(snapshot.optimizer) if changes else None
         changed = [key.removeprefix("optim.") for key in changes if key.startswith("optim.")]
         keep = tuple(name for key in changed for name in GROUP_SETTINGS.get(key, (key,)))
         if "name" in changed:

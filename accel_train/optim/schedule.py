@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -13,9 +13,7 @@ import torch
 from accelerate import Accelerator
 from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
 
-from accel_train.config.declaration import FALLING
-from accel_train.config.schema import Config, Schedule
-from accel_train.data.order.plan import Plan
+from accel_train.config.schema import Schedule
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
 from accel_train.launch.agreement import broadcast_from_main
@@ -232,50 +230,3 @@ def check_schedule(schedule: Schedule, splits: Splits) -> None:
             "--schedule.name plateau: the learning rate follows the validation split, but this data has no "
             "validation split: set one aside with --data.val-fraction 0.1, or choose another schedule."
         )
-
-
-def schedule_change(
-    config: Config,
-    plan: Plan,
-    changed: Iterable[str],
-    *,
-    before: float,
-    rate: float,
-    factors: array[float] | None = None,
-) -> str:
-    """Say how the learning rate goes on after settings have changed: "" if none of the `changed` options concerns it.
-
-    `before`: the rate that the next update would have had. `rate`: the rate that it has. `factors`: see `own_factors`.
-    """
-    schedule, lr, updates = config.schedule, config.optim.lr, plan.updates
-    ends = ("epochs", "stop.updates") if _ends_with_run(schedule) else ("epochs",)
-    keys = [key for key in changed if key in (*ends, "optim.lr") or key.startswith("schedule.")]
-    if not keys:
-        return ""
-    up = "back up" if "optim.lr" not in keys and before < rate <= lr else "up"
-    same = abs(rate - before) <= 1e-3 * max(rate, before)
-    move = "stays at" if same else f"goes from {before:.3g} {up if rate > before else 'down'} to"
-    in_epochs = updates == max(1, round(config.epochs * plan.updates_per_epoch))
-    end = f"epoch {config.epochs:g}" if in_epochs else f"update {updates:,}"
-    text = f"the learning rate {move} {rate:.3g}, because {_reason(schedule, keys, end)}"
-    if schedule.name == "plateau":
-        return f"{text}; it falls when the validation split does not get better"
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    sizes = {"updates": updates, "updates_per_epoch": plan.updates_per_epoch}
-    made = LearningRate(schedule, optimizer, **sizes, factors=factors)
-    made.step_update(updates - 1)
-    last = float(optimizer.param_groups[0]["lr"])
-    return f"{text}; then it falls to {last:.3g}" if last < rate * 0.999 else text
-
-
-def _ends_with_run(schedule: Schedule) -> bool:
-    return schedule.name in FALLING or parse_reference("schedule.name", schedule.name) is not None
-
-
-def _reason(schedule: Schedule, keys: list[str], end: str) -> str:
-    name = short_name("schedule.name", schedule.name)
-    reasons = [f"the schedule is now {name}"] if "schedule.name" in keys else []
-    reasons += [f"{key} has changed" for key in keys if key not in ("epochs", "stop.updates", "schedule.name")]
-    if ("epochs" in keys or "stop.updates" in keys) and _ends_with_run(schedule):
-        reasons.append(f"{name} now ends at {end}")
-    return " and ".join(reasons) or f"{name} does not depend on the number of epochs"

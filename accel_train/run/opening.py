@@ -179,11 +179,8 @@ def announcement(
 
 
 def _rate_note(setup: TrainingSetup, checkpoints: Checkpoints) -> str:
-    """What the learning rate does if the settings have changed since the checkpoint; "" if that does not concern it."""
-    if not checkpoints.changed:
+    """How settings that have changed since the checkpoint change the learning rate; "" if they do not."""
+    before, rate = checkpoints.rate_before, setup.schedule.highest
+    if before is None or abs(rate - before) <= 1e-3 * max(rate, before):
         return ""
-    from accel_train.optim.schedule import schedule_change
-
-    rate = setup.schedule.highest
-    rates = {"before": checkpoints.rate_before, "rate": rate}
-    return schedule_change(setup.config, setup.plan, checkpoints.changed, **rates, factors=setup.schedule.factors)
+    return f"the learning rate goes from {before:.3g} to {rate:.3g}, because of the changed settings"
