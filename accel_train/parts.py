@@ -1,9 +1,24 @@
-"""The checkpoints of a loop of one's own, in a directory that it owns."""
+"""The promises of the trainer for a loop of your own on Accelerate. EXPERIMENTAL: a later version may change all of it.
+
+`accel-train train` uses the same classes and functions: here are those that know nothing of classes and recipes, with a
+few lines around them. docs/own_loop.md explains them, and examples/segmentation.py is a whole program.
+
+    from accel_train import parts
+
+    with parts.StopRequests() as requests:
+        accelerator = parts.connect()
+        plan = parts.share_batch(accelerator, samples=50_000, batch_size=256)
+        sampler = parts.TrainingSampler(plan, seed)
+        loader = parts.create_loader(accelerator, dataset, sampler)
+        with parts.Checkpoints(directory, accelerator, model, optimizer, requests, plan, seed=seed) as checkpoints:
+            state = checkpoints.restore()
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -13,23 +28,100 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from accel_train.checkpoint.format import Snapshot
 from accel_train.checkpoint.state_dict import named_tensors, outline
 from accel_train.checkpoint.store import CheckpointStore, RestorePlan
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.checkpoint.weights import check_same_model
-from accel_train.data.order.plan import Plan
-from accel_train.errors import LOGGER, UnsavedError, UserError, first_of
-from accel_train.launch.agreement import broadcast_from_main, check_agreement, check_shared_directory
-from accel_train.models.batchnorm import has_batchnorm
-from accel_train.optim.bitwise import what_bits_depend_on
+from accel_train.data.order.plan import Plan, accumulation_steps, virtual_batch_size
+from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, IndexSampler, TrainingSampler
+from accel_train.data.workers import no_collate
+from accel_train.errors import LOGGER, UnsavedError, UserError, first_of, print_logged
+from accel_train.exact_sum import ExactGradients, exact_sum
+from accel_train.keyed import hashed, key, permuted, uniform, uniforms
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.agreement import broadcast_from_main, check_agreement, check_shared_directory, end_world
+from accel_train.launch.environment import INTERRUPTED, prepare_environment, print_error
+from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
+from accel_train.optim.bitwise import compute_deterministically, seed_pass, what_bits_depend_on
+from accel_train.optim.performance import set_defaults
 from accel_train.ownership.claim import Claim, claim_run
-from accel_train.ownership.lease import Lease, cannot_be_written
-from accel_train.run.stopping import StopRequests
+from accel_train.ownership.lease import Lease, LostError, cannot_be_written
+from accel_train.run.stopping import StopAskedError, StopRequests
+
+__all__ = [
+    "Checkpoints", "EvaluationSampler", "ExactGradients", "IndexBatch", "LostError", "Plan", "StopAskedError",
+    "StopRequests", "TrainState", "TrainingSampler", "UnsavedError", "UserError", "VirtualBatches",
+    "compute_deterministically", "connect", "create_loader", "exact_sum", "hashed", "key", "permuted", "run_program",
+    "seed_pass", "share_batch", "uniform", "uniforms",
+]  # fmt: skip
 
 PROGRAM = "accel_train.parts"  # what state.json says of who wrote it
 CONNECT_SECONDS = 600.0  # for the group of processes that agree on when to stop
+
+
+def connect(**options: Any) -> Accelerator:
+    """The Accelerator of the processes that the launcher has started. It computes deterministically, on one thread or
+    on OMP_NUM_THREADS. `options`: see `create_accelerator`. Raises UserError if processes are missing, or are alone.
+    """
+    accelerator = create_accelerator(prepare_environment(bitwise=True), **options)
+    set_defaults(accelerator.device)
+    compute_deterministically(accelerator)
+    return accelerator
+
+
+def share_batch(
+    accelerator: Accelerator,
+    samples: int,
+    batch_size: int,
+    virtual_batch: int | None = None,
+    *,
+    drop_last: bool = False,
+) -> Plan:
+    """How an update of `batch_size` samples is shared by all processes, out of `samples` an epoch.
+
+    One forward pass has one virtual batch of `virtual_batch` samples (default: see `virtual_batch_size`): the same
+    shapes on any number of processes, so the same kernels and the same bits. Raises UserError if that is impossible.
+    """
+    unit = virtual_batch or virtual_batch_size(batch_size, batchnorm=False, pairs=False)
+    processes = accelerator.num_processes
+    steps = accumulation_steps(batch_size, processes, unit, unit=unit, why=f"in virtual batches of {unit}")
+    return Plan(samples, batch_size, processes, steps, drop_last, unit)
+
+
+def create_loader(
+    accelerator: Accelerator, dataset: Dataset[Any], sampler: IndexSampler, **options: Any
+) -> DataLoader[Any]:
+    """A DataLoader that gives each process its slice of each global micro-batch of `sampler`, on its device.
+
+    `dataset` has a method `__getitems__`, which gets an IndexBatch and returns the batch, such as a dict of tensors.
+    `options`: of torch's DataLoader, such as num_workers. Raises UserError if `accelerator` would not divide batches.
+    """
+    if not accelerator.split_batches:
+        raise UserError(
+            "The processes would get whole batches in turn, not their slices of each batch. Create the Accelerator "
+            "with parts.connect(), or with dataloader_config=DataLoaderConfiguration(split_batches=True)."
+        )
+    # An IndexBatch in place of a list of indices.
+    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, collate_fn=no_collate, **options)  # type: ignore[arg-type]
+    prepared: DataLoader[Any] = accelerator.prepare_data_loader(loader)
+    return prepared
+
+
+def run_program(main: Callable[[], None]) -> int:
+    """Call `main` and return the program's exit code; a UserError is one line on stderr, without a traceback."""
+    print_logged()
+    try:
+        main()
+    except UserError as error:
+        print_error(error, Path(sys.argv[0]).name)
+        return error.code
+    except KeyboardInterrupt:  # the second Ctrl-C, or before there is something to save
+        return INTERRUPTED
+    end_world()
+    return 0
 
 
 class Checkpoints(CheckpointStore):
