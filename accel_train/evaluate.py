@@ -15,6 +15,7 @@ from accel_train.data.sources.splits import Splits
 from accel_train.records.metrics import (
     Evaluation,
     SplitMetric,
+    average_precision_of_classes,
     f1_of_classes,
     mean_metrics,
     metrics_for,
@@ -120,8 +121,6 @@ def _of_several_labels(
     figures: dict[str, float], labels: Tensor, predictions: Tensor, classes: int, logits: Tensor | None
 ) -> Evaluation:
     """The result for images with several labels: `labels` bool [n, classes], `predictions` the logits."""
-    from accel_train.records.ranking import average_precision_of_classes
-
     of_classes = {
         "average_precision": average_precision_of_classes(predictions, labels),
         "f1": f1_of_classes(predictions, labels),

@@ -102,7 +102,7 @@ def create_model(
         elif model.name.startswith(TORCHVISION):
             from accel_train.models.torchvision_models import create_torchvision, load_published
 
-            made = create_torchvision(model, num_classes, channels, image_size, published, more_arguments(model))
+            made = create_torchvision(model, num_classes, channels, image_size, more_arguments(model))
             if model.pretrained and published:
                 check_forward(made, model.name, channels, image_size)
                 find_classifier(made, num_classes, channels, image_size)

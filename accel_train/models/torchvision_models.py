@@ -81,13 +81,9 @@ def size_argument(name: str) -> str | None:
 
 
 def create_torchvision(
-    model: Model, num_classes: int, channels: int, image_size: int, published: bool, more: dict[str, Any]
+    model: Model, num_classes: int, channels: int, image_size: int, more: dict[str, Any]
 ) -> nn.Module:
-    """The model, with random weights.
-
-    `more`: further arguments of torchvision's function. Without `published`, an argument that the model ignores is not
-    an error: the run may be from a version that did not notice.
-    """
+    """The model, with random weights. `more`: further arguments of torchvision's function."""
     import torchvision
 
     short = architecture(model.name)
@@ -107,8 +103,7 @@ def create_torchvision(
         if argument is None:
             raise
         raise UserError(f"{model.name}: model.image_size {image_size} does not fit: {reason_of(error)}.") from error
-    if published:
-        _check_arguments(made, options)
+    _check_arguments(made, options)
     if short.startswith(OWN_DEPTH) and model.drop_path is not None:
         _set_depth(made, model.drop_path)
     if channels != 3:

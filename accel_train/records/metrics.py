@@ -132,15 +132,29 @@ def micro_f1(predicted: Tensor, labels: Tensor) -> float:
     return 2 * hits / both if both else 0.0
 
 
-def ranked(name: str) -> Callable[[Tensor, Tensor], float]:
-    """The function `name` of ranking.py, imported when it is called: most runs need none of it."""
+def average_precision_of_classes(logits: Tensor, labels: Tensor) -> list[float | None]:
+    """The average precision of each class, as scikit-learn's `average_precision_score`; None without an image of it.
 
-    def compute(logits: Tensor, labels: Tensor) -> float:
-        from accel_train.records import ranking
+    Here and below: logits float32 [n, classes], labels bool [n, classes].
+    """
+    pairs = zip(logits.T, labels.T, strict=True)
+    return [_average_precision(scores, truth) if truth.any() else None for scores, truth in pairs]
 
-        return float(getattr(ranking, name)(logits, labels))
 
-    return compute
+def mean_average_precision(logits: Tensor, labels: Tensor) -> float:
+    """mAP: the mean of the average precision over the classes that an image has; 0 if there is no label at all."""
+    return _mean(average_precision_of_classes(logits, labels))
+
+
+def micro_average_precision(logits: Tensor, labels: Tensor) -> float:
+    """The average precision over all pairs of an image and a class together; 0 if there is no label at all."""
+    return _average_precision(logits.flatten(), labels.flatten()) if labels.any() else 0.0
+
+
+def _average_precision(scores: Tensor, truth: Tensor) -> float:
+    from sklearn.metrics import average_precision_score  # most runs do not need it
+
+    return float(average_precision_score(truth.numpy(), scores.numpy()))
 
 
 def _mean(values: list[float | None]) -> float:
@@ -168,8 +182,8 @@ METRICS: list[Metric | SplitMetric] = [
 
 MULTI_LABEL_METRICS: list[Metric | SplitMetric] = [
     Metric("loss", ".4f", lower_is_better=True, predict=same, score=binary_cross_entropy, training_predict=same),
-    SplitMetric("map", ".2%", compute=ranked("mean_average_precision")),
-    SplitMetric("micro_map", ".2%", headline=False, compute=ranked("micro_average_precision")),
+    SplitMetric("map", ".2%", compute=mean_average_precision),
+    SplitMetric("micro_map", ".2%", headline=False, compute=micro_average_precision),
     SplitMetric("f1", ".2%", compute=macro_f1),
     SplitMetric("micro_f1", ".2%", headline=False, compute=micro_f1),
 ]

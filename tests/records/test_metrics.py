@@ -22,19 +22,17 @@ from accel_train.records.metrics import (
     METRICS,
     Evaluation,
     Metric,
+    average_precision_of_classes,
     f1_of_classes,
     headlines,
     highest,
     macro_f1,
+    mean_average_precision,
     mean_metrics,
+    micro_average_precision,
     micro_f1,
     same,
     top_k,
-)
-from accel_train.records.ranking import (
-    average_precision_of_classes,
-    mean_average_precision,
-    micro_average_precision,
 )
 
 
