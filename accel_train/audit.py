@@ -29,11 +29,10 @@ from scipy.sparse.csgraph import connected_components
 from torch.nn.functional import interpolate
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.divide import divide
+from accel_train.data.sources.divide import check_own_list, default_list, divide, real, write_list
 from accel_train.data.sources.files.encoded import EncodedImages, depth_notes
 from accel_train.data.sources.load import read_splits
 from accel_train.data.sources.splits import Source, Splits, label_numbers, names_root, unwrap_subset
-from accel_train.data.sources.unreadable_list import check_own_list, default_list, real, write_list
 from accel_train.data.tools.pool import ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError, first_of, writing
 from accel_train.files import atomic_write, check_writable

@@ -30,8 +30,7 @@ from itertools import chain, islice
 
 from accel_train import models
 from accel_train.config.schema import Config, best_metric
-from accel_train.data.held_out import HeldOutCheck
-from accel_train.data.loading import start_workers_early
+from accel_train.data.loading import HeldOutCheck, start_workers_early
 from accel_train.evaluate import Batch, create_metrics
 from accel_train.launch.agreement import broadcast_from_main, naming_a_loss
 from accel_train.launch.environment import Launch

@@ -43,8 +43,7 @@ from accel_train.data.loading import create_sampler
 from accel_train.data.order.plan import create_plan
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.divide import divide
-from accel_train.data.sources.files.index import _state, index_places
-from accel_train.data.sources.files.index_file import Index, SplitFiles, write_index
+from accel_train.data.sources.files.index import Index, SplitFiles, _state, index_places, write_index
 from accel_train.data.sources.load import Splits, read_splits
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.records.summary import class_counts

@@ -37,13 +37,12 @@ from accel_train.bench.statistics import ratio, spread  # noqa: E402
 from accel_train.bench.workload import Clock  # noqa: E402
 from accel_train.cli.table import print_table  # noqa: E402
 from accel_train.config.schema import Augment, Config, Data  # noqa: E402
-from accel_train.data.loading import create_input_pipeline  # noqa: E402
+from accel_train.data.loading import create_input_pipeline, create_loader  # noqa: E402
 from accel_train.data.order.plan import Plan  # noqa: E402
 from accel_train.data.order.samplers import TrainingSampler  # noqa: E402
 from accel_train.data.sources.files.images import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
 from accel_train.data.sources.load import load_splits  # noqa: E402
 from accel_train.data.tools.shards import write_shards  # noqa: E402
-from accel_train.data.torch_loader import create_loader  # noqa: E402
 from accel_train.data.transforms.batch import BatchTransform  # noqa: E402
 from accel_train.launch.accelerator import create_accelerator  # noqa: E402
 from accel_train.optim.performance import set_defaults  # noqa: E402

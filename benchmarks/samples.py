@@ -27,11 +27,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.cli.table import print_table
-from accel_train.data.order.drawing import Draws
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
+from accel_train.data.order.samplers import Draws, EvaluationSampler, TrainingSampler
 from accel_train.data.sources.divide import stratified_choice
-from accel_train.data.sources.files.listing import find_images
+from accel_train.data.sources.files.folder import find_images
 from accel_train.data.sources.shared import StringArray
 from accel_train.evaluate import evaluate
 

@@ -35,8 +35,7 @@ from torchvision.datasets import MNIST
 from accel_train.api import train
 from accel_train.cli.table import print_table
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import TrainingSampler
-from accel_train.data.order.shards import ShardOrder, ShardSampler, ShardTable
+from accel_train.data.order.samplers import ShardOrder, ShardSampler, ShardTable, TrainingSampler
 
 # How the rows are named: open shards of each canonical node, and canonical nodes; None: the full shuffle.
 ORDERS: dict[str, tuple[int, int] | None] = {

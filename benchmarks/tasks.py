@@ -31,7 +31,7 @@ from torchvision import transforms
 
 from accel_train.bench.workload import Clock
 from accel_train.config.schema import Data
-from accel_train.data.sources.synthetic import synthetic
+from accel_train.data.sources.arrays import synthetic
 
 TEST_BATCH = 1000  # as in PyTorch's MNIST example
 

@@ -49,7 +49,7 @@ CLAIM, LEASE, OWNER, GENERATION = (f"ownership/{name}.py" for name in ("claim", 
 STOPPING, FINISHED, ENDING, NONFINITE = (f"run/{name}.py" for name in ("stopping", "finished", "ending", "nonfinite"))
 RUN, WATCHDOG = "run/run.py", "run/watchdog.py"
 PLAN, SAMPLERS = "data/order/plan.py", "data/order/samplers.py"
-PARAMETERS, MIXING, BATCH, IMAGE = (f"data/transforms/{name}.py" for name in ("parameters", "mixing", "batch", "image"))
+PARAMETERS, BATCH, IMAGE = (f"data/transforms/{name}.py" for name in ("parameters", "batch", "image"))
 METRICS, EVALUATE, RECORDS = "records/metrics.py", "evaluate.py", "records/directory.py"
 LAYERS, VIRTUAL, KEYS = "models/batchnorm/layers.py", "models/batchnorm/virtual_batches.py", "models/dropout.py"
 AGREEMENT, PRECISION = "launch/agreement.py", "launch/precision.py"
@@ -212,7 +212,7 @@ MUTANTS = [
            "data/order/test_order.py", "each epoch has an order of its own"),
     Mutant(SAMPLERS, "weights[skipped], ids[skipped] = 0.0, self._substitutes(ids[skipped])", "ids[skipped] = self._substitutes(ids[skipped])",
            "data/order/test_order.py", "an unreadable sample becomes padding"),
-    Mutant("data/order/shards.py", "key(self.seed, epoch, \"shards\")", "key(self.seed, \"shards\")",
+    Mutant("data/order/samplers.py", "key(self.seed, epoch, \"shards\")", "key(self.seed, \"shards\")",
            "data/order/test_shards.py", "each epoch has an order of shards of its own"),
     Mutant("data/sources/staging.py", "else self.look_at(file.name) == file):", "else True):",
            "data/sources/test_staging.py", "a shard that changes while it is copied is refused"),
@@ -220,24 +220,24 @@ MUTANTS = [
            "data/sources/test_staging.py", "a body that is longer than announced ends the transfer"),
     Mutant(SAMPLERS, "self.ids if self.positions is None else self.positions)", "self.ids)",
            "data/order/test_drawing.py", "a sample that is drawn twice is augmented in two ways"),
-    Mutant("data/order/drawing.py", "return 1 / labels.bincount().double()[labels]", "return 1 / labels.bincount().double()[labels].sqrt()",
+    Mutant("data/order/samplers.py", "return 1 / labels.bincount().double()[labels]", "return 1 / labels.bincount().double()[labels].sqrt()",
            "data/order/test_drawing.py", "balanced: each class is drawn equally often"),
     # Transforms
-    Mutant(MIXING, "(draws[3 + axis] * self.size).floor() - (side", "(draws[3] * self.size).floor() - (side",
+    Mutant(PARAMETERS, "(draws[3 + axis] * self.size).floor() - (side", "(draws[3] * self.size).floor() - (side",
            "data/transforms/test_boxes.py", "CutMix: boxes are everywhere, not only on the diagonal"),
-    Mutant(MIXING, "side = (torch.sqrt(1 - share) * self.size).floor()", "side = ((1 - share) * self.size).floor()",
+    Mutant(PARAMETERS, "side = (torch.sqrt(1 - share) * self.size).floor()", "side = ((1 - share) * self.size).floor()",
            "data/transforms/test_boxes.py", "CutMix: the box has the area 1 - lambda"),
-    Mutant(MIXING, "(draws[3 + axis] * self.size).floor() - (side / 2).floor()", "(draws[3 + axis] * (self.size - side)).floor()",
+    Mutant(PARAMETERS, "(draws[3 + axis] * self.size).floor() - (side / 2).floor()", "(draws[3 + axis] * (self.size - side)).floor()",
            "data/transforms/test_boxes.py", "CutMix: the centre of the box is uniform over the image"),
-    Mutant(MIXING, "torch.where(cuts, 1 - area / self.size**2, share)", "torch.where(cuts, cutmix_share, share)",
+    Mutant(PARAMETERS, "torch.where(cuts, 1 - area / self.size**2, share)", "torch.where(cuts, cutmix_share, share)",
            "data/transforms/test_batch.py", "CutMix: the label's share follows from the clipped box"),
-    Mutant(MIXING, "for quantiles in (self.cutmix_quantiles, self.mixup_quantiles)", "for quantiles in (self.mixup_quantiles, self.cutmix_quantiles)",
+    Mutant(PARAMETERS, "for quantiles in (self.cutmix_quantiles, self.mixup_quantiles)", "for quantiles in (self.mixup_quantiles, self.cutmix_quantiles)",
            "data/transforms/test_batch.py", "mixup's lambda has mixup's distribution"),
-    Mutant(MIXING, "betaincinv(alpha, alpha,", "betaincinv(alpha + 1, alpha,",
+    Mutant(PARAMETERS, "betaincinv(alpha, alpha,", "betaincinv(alpha + 1, alpha,",
            "data/transforms/test_batch.py", "mixup's lambda is Beta(alpha, alpha)"),
-    Mutant(MIXING, "(draws[1] < SWITCH_PROBABILITY) if both", "(draws[0] < SWITCH_PROBABILITY) if both",
+    Mutant(PARAMETERS, "(draws[1] < SWITCH_PROBABILITY) if both", "(draws[0] < SWITCH_PROBABILITY) if both",
            "data/transforms/test_boxes.py", "mixup or CutMix is drawn apart from whether to mix"),
-    Mutant(MIXING, "(pairs[:, 0] > 0) & (pairs[:, 1] > 0)", "(pairs[:, 0] > 0)",
+    Mutant(PARAMETERS, "(pairs[:, 0] > 0) & (pairs[:, 1] > 0)", "(pairs[:, 0] > 0)",
            "data/transforms/test_batch.py", "no sample is mixed with padding"),
     Mutant(PARAMETERS, "corners[axis].add_(draws[axis] < probability", "corners[axis].add_(draws[axis] < 0.5",
            "data/transforms/test_batch.py", "images are flipped with the probability that was asked for"),

@@ -25,7 +25,7 @@ from accel_train.cli.of_run.runs import _epoch as epoch_of
 from accel_train.config.recipe import read_recipe
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import FileImages
-from accel_train.data.sources.files.index_file import SplitFiles
+from accel_train.data.sources.files.index import SplitFiles
 from accel_train.data.sources.shared import StringArray
 from accel_train.errors import UserError
 from accel_train.models.weights import read_state
@@ -275,10 +275,10 @@ EXCEPTIONS = {
     "data.tools.shard_writer": "a folder that the user names",
     # Checked before
     "checkpoint.format": "verify_files has found regular files", "checkpoint.weights": "require_regular_file",
-    "data.sources.user.labels": "require_regular_file",
     "config.recipe": "train <(…): a pipe is meant, and read to a bound",
     "analysis.predictions": "np.load of an opened file", "data.sources.files.tars": "tarfile of an opened file",
-    "user_code.loading": "the import of a user's own code", "data.sources.user.dataset": "the same",
+    "user_code.loading": "the import of a user's own code",
+    "data.sources.user": "the same; of labels require_regular_file",
     "export.preprocess": "an image of the user's, read by the code that other programs copy",
     "export.compare": "an image of the data, which the source has read",
     # Not yet

@@ -34,9 +34,8 @@ from accel_train.bench.statistics import ratio, spread
 from accel_train.bench.workload import Workload, device_name
 from accel_train.config.schema import Config, Stop
 from accel_train.data.order.plan import Plan
-from accel_train.data.sources.arrays import PUBLISHED
+from accel_train.data.sources.arrays import PUBLISHED, TRAIN_IMAGES
 from accel_train.data.sources.load import Splits, splits_of
-from accel_train.data.sources.synthetic import TRAIN_IMAGES
 from accel_train.errors import LOGGER, UnsavedError, UserError, writing
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch

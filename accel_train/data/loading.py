@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from accel_train.config.groups.augment import check_channels, check_resize
-from accel_train.config.schema import Augment, Config
+from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.memory import MemoryLoader, Place, Placement, choose_place
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationSampler, IndexSampler, TrainingSampler
+from accel_train.data.order.samplers import (
+    EvaluationSampler,
+    IndexSampler,
+    ShardOrder,
+    ShardSampler,
+    ShardTable,
+    TrainingSampler,
+    create_draws,
+)
+from accel_train.data.sources.files.encoded import EncodedImages, depth_notes
 from accel_train.data.sources.load import IN_MEMORY, resolve_mean_std
-from accel_train.data.sources.splits import Source, Splits, has_one_size
+from accel_train.data.sources.splits import Source, Splits, has_one_size, unwrap_subset
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.parameters import resize_default, transforms_each_image
+from accel_train.data.transforms.parameters import AugmentParameters, resize_default, transforms_each_image
+from accel_train.data.worker_processes import WORKERS, WorkerContext, WorkerInit, start_server
 from accel_train.errors import UserError
 from accel_train.launch.process import core_set, hostname, share_of_cores
-
-if TYPE_CHECKING:
-    from accel_train.data.side_stream import SideStream
+from accel_train.user_code.reference import short_name
 
 # What `_cores` has returned. A run has an accelerator of its own and up to three pipelines; its entry ends with it.
 _cores_of: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
@@ -37,8 +49,6 @@ def start_workers_early(config: Config) -> None:
     """
     in_memory = config.data.name.removeprefix("torch/") in IN_MEMORY
     if transforms_each_image(in_memory, config.augment, training=True) and config.data.workers != 0:
-        from accel_train.data.worker_processes import WORKERS, start_server
-
         start_server(WORKERS)
 
 
@@ -133,13 +143,9 @@ def evaluation_batch_size(config: Config, samples: int, largest: int = EVALUATIO
 def create_sampler(config: Config, splits: Splits, plan: Plan) -> TrainingSampler:
     """The order of the training samples. Raises UserError if the data does not have what it needs."""
     if config.data.order == "shards":
-        from accel_train.data.sources.sharded import create_shard_sampler
-
         return create_shard_sampler(config, splits, plan)
     draws = None
     if config.data.sampler != "shuffle":
-        from accel_train.data.order.drawing import create_draws
-
         draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
     repeated = {"repeats": config.data.repeats, "samples": len(splits.train)}
     return TrainingSampler(plan, config.seed, splits.unreadable, draws, **repeated)
@@ -183,8 +189,6 @@ def create_input_pipeline(
     )
     loader: Loader
     if place == "disk" or per_image:
-        from accel_train.data.torch_loader import create_loader
-
         torch_loader = create_loader(
             source,
             sampler,
@@ -219,8 +223,6 @@ def create_input_pipeline(
 def _side(device: torch.device, place: Place) -> SideStream | None:
     if device.type != "cuda" or place == "device":
         return None
-    from accel_train.data.side_stream import SideStream
-
     return SideStream(device)
 
 
@@ -229,7 +231,7 @@ def _check_images(augment: Augment, splits: Splits, source: Source, size: int, *
     if training:
         check_channels(augment, splits.channels, splits.full_scale)
         if augment.own != "none":
-            from accel_train.data.transforms.own import check_own
+            from accel_train.data.transforms.image import check_own
 
             check_own(augment.own, splits.channels, size)
     check_resize(augment, size)
@@ -252,3 +254,181 @@ def _cores(accelerator: Accelerator) -> int:
             everyone = gather_object(everyone)
         _cores_of[accelerator] = share_of_cores(own_cores, [cores for host, cores in everyone if host == hostname()])
     return _cores_of[accelerator]
+
+
+# The DataLoader of images that are fetched, decoded and transformed one by one, most often by data workers.
+
+
+def create_loader(
+    source: Source,
+    sampler: IndexSampler,
+    augment: Augment,
+    *,
+    training: bool,
+    size: int,
+    seed: int,
+    workers: int | None,
+    device: torch.device,
+    cores: int = 1,
+    reduced_decode: bool = True,
+    draw_parameters: AugmentParameters | None = None,
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0),
+) -> DataLoader[dict[str, Tensor]]:
+    """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
+
+    `training`: whether images are augmented; `size`: of the model's input, in pixels; `workers`: None chooses none for
+    data in memory, else one for each of this process's `cores` (with a GPU: one less); `draw_parameters`: from the
+    BatchTransform that takes the batches; `mean`: of each channel, 0 to 1.
+    """
+    from accel_train.data.sources.user import UserDataset
+    from accel_train.data.workers import BatchDataset, no_collate
+
+    per_image = transforms_each_image(has_one_size(source), augment, training=training)
+    chooses = workers is None
+    if workers is None:
+        spare = device.type != "cpu"  # one core for the thread that launches the device's work
+        workers = max(1, cores - spare) if per_image or not source.in_memory else 0
+    if has_one_size(source):  # as BatchTransform does: evaluation and training see images at the same scale
+        augment = dataclasses.replace(augment, resize=augment.resize or size)
+    held, _ = unwrap_subset(source)
+    if workers and isinstance(held, UserDataset) and not (chooses and held.stays_here()):
+        held.check_picklable()
+    elif isinstance(held, UserDataset):
+        workers = 0
+    transform = None
+    if per_image:
+        from accel_train.data.transforms.image import ImageTransform
+
+        transform = ImageTransform(augment, size, training=training, decodes_smaller=reduced_decode, mean=mean)
+    return DataLoader(
+        BatchDataset(source, transform, seed, draw_parameters),
+        batch_sampler=sampler,  # type: ignore[arg-type]  # an IndexBatch in place of a list of indices
+        collate_fn=no_collate,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        # Evaluation's workers end with each pass, because they use the same cores as training's.
+        persistent_workers=training and workers > 0,
+        worker_init_fn=WorkerInit() if workers else None,
+        multiprocessing_context=WorkerContext(WORKERS) if workers else None,
+    )
+
+
+# Copies batches to a CUDA device while it computes.
+#
+# Accelerate's loader and MemoryLoader start to copy a batch (non-blocking, from pinned memory) when it is requested. By
+# then the host is ahead of the device, which still has most of the last update to compute. On the stream of that work,
+# the copy would wait for the work, and the next update for the copy. On a separate stream the copy begins at once.
+
+
+class SideStream:
+    """Runs a loader's copies on a separate CUDA stream. It does not fetch batches earlier than the loader would."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda: Any = torch.cuda
+        self.device, self.stream = device, cuda.Stream(device)
+
+    def copied(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yields the same batches (dicts with tensors, or errors). The current stream may use them; the host does not
+        wait for the copy."""
+        iterator, end = iter(batches), object()
+        while True:
+            with torch.cuda.stream(self.stream):
+                batch = next(iterator, end)
+            if batch is end:
+                return
+            here = torch.cuda.current_stream(self.device)
+            here.wait_stream(self.stream)
+            if isinstance(batch, dict):
+                for value in batch.values():
+                    if isinstance(value, Tensor) and value.device == self.device:
+                        value.record_stream(here)  # the other stream owns the memory and must not reuse it early
+            yield batch
+            del batch  # so that its memory is free as soon as the caller drops it
+
+
+# Checks validation and test images before training begins, so that evaluation does not fail hours later.
+
+
+MOST_HELD_OUT = 1000  # images of a split, over all processes: files on a disk take 0.2 s on one core
+THREADS = 8  # for network file systems, where opening each file takes long
+
+
+class HeldOutCheck:
+    """Opens validation and test images in background threads, from its creation on.
+
+    All images of a small split are checked, and a sample of a large one; the processes divide them. Only the header is
+    read, but a file that does not end with its format's end marker is decoded. One process looks at the values of a few
+    training images, too.
+    """
+
+    def __init__(self, splits: Splits, process: int, processes: int) -> None:
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="held-out")
+        self._checks = [
+            self._pool.submit(_check_image, source, id)
+            for source in (splits.validation, splits.test)
+            if source is not None and isinstance(unwrap_subset(source)[0], EncodedImages)
+            for id in _sample(len(source))[process::processes]
+        ]
+        self._depth = self._pool.submit(depth_notes, splits.train) if process == 0 else None
+
+    def finish(self, accelerator: Accelerator) -> tuple[str, ...]:
+        """Wait for the checks, and return warnings for the user, on the main process. Collective.
+
+        Raises the same UserError on all processes if one of them found an unreadable image.
+        """
+        self._pool.shutdown()
+        own_errors = [str(error) for check in self._checks if (error := check.result())]
+        errors = [error for error in gather_object([own_errors[0] if own_errors else ""]) if error]
+        if errors:
+            raise UserError(errors[0])
+        return () if self._depth is None else tuple(self._depth.result())
+
+
+def _sample(count: int) -> list[int]:
+    """Up to MOST_HELD_OUT evenly spaced numbers below `count`."""
+    return torch.linspace(0, count - 1, min(count, MOST_HELD_OUT), dtype=torch.float64).round().long().tolist()
+
+
+def _check_image(source: Source, id: int) -> UserError | None:
+    """The error that reading this image gives, or None."""
+    held, ids = unwrap_subset(source)
+    assert isinstance(held, EncodedImages)
+    number = id if ids is None else int(ids[id])
+    try:
+        image = held.open(number)
+        if image.looks_truncated():
+            image.pixels()
+    except UserError as error:
+        return error
+    return None
+
+
+# The order of the training samples of data that is in shards (--data.order shards).
+
+
+def shard_table(data: Data, source: Source) -> ShardTable:
+    """Which samples of `source` are in which shard. Raises UserError if the data has no shards.
+
+    A source has some if it has `shard_numbers`: int64 [n], the number of the shard of each sample.
+    """
+    held, ids = unwrap_subset(source)
+    numbers: torch.Tensor | None = getattr(held, "shard_numbers", None)
+    if numbers is None:
+        raise UserError(
+            f"--data.order shards: the images of '{short_name('data.name', data.name)}' are not in shards; write them "
+            "with `accel-train shards` and give --data.name wds (docs/large_data.md), or use --data.order full."
+        )
+    return ShardTable.of(numbers if ids is None else numbers[ids])
+
+
+def create_shard_sampler(config: Config, splits: Splits, plan: Plan) -> ShardSampler:
+    """Raises UserError if the training data has no shards."""
+    order = ShardOrder(
+        shard_table(config.data, splits.train),
+        plan,
+        seed=config.seed,
+        open_shards=config.data.open_shards,
+        repeats=config.data.repeats,
+        draws=create_draws(config, splits.train.labels, splits.train_weights),
+    )
+    return ShardSampler(plan, order, splits.unreadable)

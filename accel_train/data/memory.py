@@ -92,7 +92,7 @@ def choose_place(data: Data, source: Source, accelerator: Accelerator, *, per_im
 
 def _choose_for_encoded(data: Data, source: Source, accelerator: Accelerator) -> tuple[Place, int | None]:
     """As `choose_place`, for images that are decoded one by one."""
-    from accel_train.data.sources.user.dataset import UserDataset
+    from accel_train.data.sources.user import UserDataset
 
     held, _ = unwrap_subset(source)
     if data.placement in ("device", "host"):

@@ -1,7 +1,7 @@
 """What the worker processes that load images do; worker_processes.py starts and ends them.
 
 What a worker receives is pickled. Tensors are passed as shared memory, one copy for all; `SharedArray` does so
-with arrays. A user's Dataset, which may keep any number of tensors, is packed first (sources/user/packed.py).
+with arrays. A user's Dataset, which may keep any number of tensors, is packed first (sources/user.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from accel_train.data.order.samplers import IndexBatch
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.files.images import LazyImage
 from accel_train.data.sources.splits import Source, unwrap_subset
-from accel_train.data.sources.user.dataset import UserDataset
+from accel_train.data.sources.user import UserDataset
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.data.transforms.parameters import AugmentParameters
 from accel_train.errors import UserError

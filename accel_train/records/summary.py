@@ -89,7 +89,7 @@ def _ordered(config: Config, plan: Plan, splits: Splits) -> str:
     """Return how an epoch's samples are ordered if not at random over the whole set; "" if they are."""
     if config.data.order == "full":
         return ""
-    from accel_train.data.sources.sharded import shard_table
+    from accel_train.data.loading import shard_table
 
     shards, nodes = len(shard_table(config.data, splits.train)), plan.canonical_nodes
     few = f"; more shards would mix better: at least {nodes}, or smaller --data.canonical-nodes" * (

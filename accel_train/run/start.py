@@ -80,7 +80,7 @@ def load_data(config: Config, accelerator: Accelerator, stopped: Callable[[], st
         splits = splits_of(config, record=config.output_dir)
         if config.data.order == "full":
             return splits
-        from accel_train.data.sources.sharded import shard_table
+        from accel_train.data.loading import shard_table
 
         return dataclasses.replace(splits, table=shard_table(config.data, splits.train).digest(splits.table))
 
@@ -95,10 +95,10 @@ def load_data(config: Config, accelerator: Accelerator, stopped: Callable[[], st
     check_best_metric(config, splits)
     drawn = {}
     if config.data.sampler != "shuffle":
-        from accel_train.data.order.drawing import digest, sample_weights
+        from accel_train.data.order.samplers import sample_weights, weights_digest
 
         weights = sample_weights(config, splits.train.labels, splits.train_weights, splits.unreadable)
-        drawn = {"how often samples are drawn": digest(weights)}
+        drawn = {"how often samples are drawn": weights_digest(weights)}
     check_agreement(
         accelerator,
         configuration=learning_fingerprint(config),

@@ -13,7 +13,7 @@ from PIL import Image
 
 from accel_train.cli import main
 from accel_train.config.schema import Data
-from accel_train.data.held_out import MOST, HeldOutCheck
+from accel_train.data.loading import MOST_HELD_OUT, HeldOutCheck
 from accel_train.data.sources.load import load_splits
 
 WORDS = "digits --batch-size 8 --epochs 2 --model.image-size 8 --data.workers 1 --data.name folder --data.root"
@@ -80,14 +80,14 @@ def test_of_a_large_split_a_sample_is_tried_and_in_little_time(tmp_path: Path) -
             (tmp_path / name / kind).mkdir(parents=True)
     first = tmp_path / "val" / "a" / "0.png"
     Image.effect_noise((30, 30), 50).save(first)
-    for number in range(1, 2 * MOST + 500):
+    for number in range(1, 2 * MOST_HELD_OUT + 500):
         (tmp_path / "val" / "ab"[number % 2] / f"{number}.png").hardlink_to(first)
     for kind in "ab":
         (tmp_path / "train" / kind / "0.png").hardlink_to(first)
     splits = load_splits(Data(name="folder", root=tmp_path), 0)
     began = time.monotonic()
     tried = [HeldOutCheck(splits, process, 3) for process in range(3)]
-    assert sum(len(each._checks) for each in tried) == MOST
+    assert sum(len(each._checks) for each in tried) == MOST_HELD_OUT
     for each in tried:
         each._pool.shutdown()
         assert all(found.result() is None for found in each._checks)

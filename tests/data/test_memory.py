@@ -255,7 +255,7 @@ def test_an_interpreter_ends_although_a_loader_with_workers_is_still_there() -> 
     script = (
         "import torch\n"
         "from accel_train.config.schema import Augment, Data\n"
-        "from accel_train.data.torch_loader import create_loader\n"
+        "from accel_train.data.loading import create_loader\n"
         "from accel_train.data.order.plan import Plan\n"
         "from accel_train.data.order.samplers import TrainingSampler\n"
         "from accel_train.data.sources.load import load_splits\n"

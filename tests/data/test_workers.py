@@ -22,7 +22,7 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import FileImages
-from accel_train.data.sources.files.index_file import SplitFiles
+from accel_train.data.sources.files.index import SplitFiles
 from accel_train.data.sources.shared import StringArray
 from accel_train.data.workers import BatchDataset
 
@@ -31,7 +31,7 @@ import sys
 from torch.utils.data import DataLoader, Dataset
 from accel_train.data import workers
 from accel_train.data.worker_processes import WorkerContext, WorkerInit
-from accel_train.data.sources.synthetic import Synthetic
+from accel_train.data.sources.arrays import Synthetic
 if __name__ != "__main__":
     open("imported-again", "w").close()
 from accel_train.data.order.samplers import EvaluationSampler

@@ -16,7 +16,7 @@ import pytest
 from test_restart import lines
 from torchvision.transforms.functional import to_pil_image
 
-from accel_train.data.sources.synthetic import Synthetic
+from accel_train.data.sources.arrays import Synthetic
 
 ODD_MODELS = Path(__file__).parent.parent / "odd_models.py"
 MADE = "--data.name synthetic --data.train-limit 88 --data.test-limit 24 --model.image-size 32 --data.val-fraction 0"

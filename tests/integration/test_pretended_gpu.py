@@ -7,7 +7,7 @@ Decisions that depend on the kind of device, and which no test without a GPU (no
 
 | where | what happens on the device | why not |
 |---|---|---|
-| data/side_stream.py | a copy overlaps with computation; its memory is kept | computes at once here |
+| data/loading.py | a copy overlaps with computation; its memory is kept | computes at once here |
 | data/memory.py, mps and xpu | free memory of the device | none to ask |
 | nonfinite.py, several processes | the all-reduce by NCCL | one process here; gloo: test_nonfinite.py |
 | performance.py, FSDP2, several processes on CUDA | contiguous weights, SyncBatchNorm's exchange | one process here |
@@ -121,7 +121,7 @@ def test_the_pretended_device_fails_and_waits_where_a_gpu_would() -> None:
 SIDE_STREAM = """
 import torch, pretend_cuda as pretended
 pretended.install()
-from accel_train.data.side_stream import SideStream
+from accel_train.data.loading import SideStream
 from accel_train.errors import UserError
 
 fetched = []
@@ -273,7 +273,7 @@ def test_kernels_of_an_update_with_every_augmentation(
     done = succeeded(gpu("train", "digits", *SMALL, *model, *images, *more, "--output-dir", tmp_path / "run"))
     kernels = launched(done)
     assert "keyed.py" not in kernels  # the host has drawn all parameters
-    assert kernels["batch.py"] + kernels["parameters.py"] + kernels["erasing.py"] <= augmenting
+    assert kernels["batch.py"] + kernels["parameters.py"] <= augmenting
     assert kernels["nonfinite.py"] <= 2
     assert kernels.get("meter.py", 0) + kernels.get("metrics.py", 0) <= 2
     # One for each BatchNorm, and the rest for the statistics of all of them together.

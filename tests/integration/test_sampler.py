@@ -13,9 +13,8 @@ from PIL import Image
 from accel_train.checkpoint.directory import delete_checkpoint, list_updates
 from accel_train.cli import main
 from accel_train.config.schema import Config, Data
-from accel_train.data.order.drawing import create_draws
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import TrainingSampler
+from accel_train.data.order.samplers import TrainingSampler, create_draws
 from accel_train.data.sources.load import load_splits
 
 DATA = '''

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from accel_train.analysis.inference.preprocessing import Preprocessing
 from accel_train.data.sources.files.encoded import read_image
-from accel_train.data.sources.files.folder import ignored_text
+from accel_train.data.sources.files.folder import find_images, ignored_text
 from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, decode
-from accel_train.data.sources.files.listing import find_images
 from accel_train.errors import UserError
 from accel_train.launch.process import available_cores
 from accel_train.records.model_info import ModelInfo

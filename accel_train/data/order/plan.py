@@ -10,7 +10,7 @@ its last slots are empty: a whole unit of weight 0. Positions after the last sam
 all processes take the same number of steps, and shapes never change. A sample that is skipped because it cannot be read
 also becomes padding, in its own place.
 
-Global micro-batches take the places of an update one after the other. With --data.order shards (shards.py) processes
+Global micro-batches take the places of an update one after the other. With --data.order shards (samplers.py) processes
 do, so that each one has a contiguous part of the update, and so the samples of few shards.
 """
 

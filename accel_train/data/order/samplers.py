@@ -1,21 +1,20 @@
-"""Batch samplers: they decide which samples each batch has."""
+"""Batch samplers, which decide which samples each batch has: shuffled, drawn by weights, or few shards at a time."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
-from accel_train.keyed import hashed, key, permuted
-
-if TYPE_CHECKING:
-    from accel_train.data.order.drawing import Draws
+from accel_train.errors import UserError
+from accel_train.keyed import hashed, key, permuted, permuted_in_groups, shift
 
 BLOCK = 1 << 15  # positions of one call: large enough to hide the overhead, small enough for memory
 
@@ -186,3 +185,296 @@ class EvaluationSampler(IndexSampler):
         for start in range(0, last, step):
             positions = torch.arange(start, min(start + step, last))
             yield IndexBatch(0, positions % self.samples, (positions < self.samples).to(torch.float32))
+
+
+# Which samples an epoch draws if classes or samples have weights (--data.sampler).
+#
+# An epoch has as many draws as training samples. This is systematic sampling: each sample is an interval on a line, as
+# long as its weight, and the draws are equally spaced points, the first one at random. So the number of draws of a
+# sample is proportional to its weight, rounded up or down. The intervals of a class are adjacent, so the same holds for
+# classes; within a class the order is shuffled in each epoch.
+#
+# All of it is a pure function of (seed, epoch), the labels and the weights.
+
+
+DRAWN_BLOCK = 1 << 20  # samples permuted in one call, for memory
+
+
+class Draws:
+    """The samples that each epoch draws."""
+
+    def __init__(self, seed: int, classes: Tensor, weights: Tensor, unreadable: Tensor | None = None) -> None:
+        """`classes`: int64 [n] of each sample; `weights`: float64 [n], not negative, not all 0; `unreadable`: bool [n].
+
+        A draw of an unreadable sample becomes one of another sample of its class, and all other draws stay the same. So
+        an image can be skipped from the middle of a run on.
+        """
+        self.seed, self.classes, self.weights = seed, classes, weights / weights.max()
+        self.candidates = self.weights.nonzero()[:, 0]  # sample numbers
+        self.unreadable = unreadable
+        self._epoch, self._drawn = -1, self.candidates
+        if unreadable is not None:
+            readable = self.candidates[~unreadable[self.candidates]]
+            self.substitutes = readable[classes[readable].argsort(stable=True)]
+            self.substitute_ends = self.weights[self.substitutes].cumsum(0)
+
+    def of_epoch(self, epoch: int) -> Tensor:
+        """The sample of each draw, int64 [n], one class after the other."""
+        if epoch != self._epoch:
+            self._epoch, self._drawn = epoch, self._draw(epoch)
+        return self._drawn
+
+    def _draw(self, epoch: int) -> Tensor:
+        count, draws = len(self.candidates), len(self.weights)
+        word = key(self.seed, epoch, "place")
+        places = [
+            permuted(torch.arange(i, min(i + DRAWN_BLOCK, count)), count, word) for i in range(0, count, DRAWN_BLOCK)
+        ]
+        line = self.candidates[torch.cat(places)]
+        line = line[self.classes[line].argsort(stable=True)]
+        ends = self.weights[line].cumsum(0)
+        first = _uniform(torch.tensor(key(self.seed, epoch, "first draw")))
+        points = (torch.arange(draws) + first) * (ends[-1] / draws)
+        drawn = line[torch.searchsorted(ends, points, right=True).clamp_(max=count - 1)]  # a sum of floats is rounded
+        if self.unreadable is not None:
+            lost = self.unreadable[drawn].nonzero()[:, 0]
+            drawn[lost] = self._substitute(self.classes[drawn[lost]], hashed(key(self.seed, epoch, "substitute"), lost))
+        return drawn
+
+    def _substitute(self, classes: Tensor, keys: Tensor) -> Tensor:
+        """A readable sample for each of these `classes`, by the weights; of any class if the class has none."""
+        ends = torch.cat([torch.zeros(1, dtype=torch.float64), self.substitute_ends])
+        of_substitutes = self.classes[self.substitutes]
+        low = ends[torch.searchsorted(of_substitutes, classes)]
+        high = ends[torch.searchsorted(of_substitutes, classes, right=True)]
+        low, high = torch.where(high > low, low, 0.0), torch.where(high > low, high, ends[-1])
+        points = low + _uniform(keys) * (high - low)
+        places = torch.searchsorted(self.substitute_ends, points, right=True)
+        return self.substitutes[places.clamp_(max=len(self.substitutes) - 1)]
+
+
+def _uniform(keys: Tensor) -> Tensor:
+    """A number in [0, 1) for each key, float64 with 53 random bits."""
+    return shift(keys, 11).to(torch.float64) * 2.0**-53
+
+
+def sample_weights(config: Config, labels: Tensor, weights: Tensor | None, unreadable: Tensor | None = None) -> Tensor:
+    """How often --data.sampler, unless it is shuffle, draws each training sample, relative to the others: float64 [n].
+
+    `labels`: see `Source.labels`; `weights`: those of the data, see `Splits.train_weights`. Raises UserError if they do
+    not fit the option.
+    """
+    option = f"--data.sampler {config.data.sampler}"
+    if config.data.sampler == "balanced":
+        if labels.ndim == 2:
+            raise UserError(
+                f"{option}: expects one label for each image, but the images of this data may have several labels or "
+                "none; use shuffle, or weights if the data has weights."
+            )
+        return 1 / labels.bincount().double()[labels]
+    if weights is None:
+        raise UserError(
+            f"{option}: this data has no weights of its training samples; use balanced or shuffle. How your own data "
+            "can have weights: docs/own_data.md."
+        )
+    if weights.shape != labels.shape[:1]:
+        raise UserError(
+            f"{option}: the data has {list(weights.shape)} weights for {len(labels)} training samples; expected one "
+            "number for each."
+        )
+    weights = weights.double()
+    wrong = (~(weights.isfinite() & (weights >= 0))).nonzero()[:, 0].tolist()
+    if wrong:
+        raise UserError(
+            f"{option}: {len(wrong)} weights are negative or not finite, the first is {weights[wrong[0]].item()} of "
+            f"training sample {wrong[0]}; expected numbers of at least 0."
+        )
+    if not bool((weights if unreadable is None else weights[~unreadable]).any()):
+        raise UserError(f"{option}: the weights of all training samples that can be read are 0.")
+    return weights
+
+
+def create_draws(
+    config: Config, labels: Tensor, weights: Tensor | None, unreadable: Tensor | None = None
+) -> Draws | None:
+    """What an epoch draws; None: each sample once. Takes and raises what `sample_weights` does."""
+    if config.data.sampler == "shuffle":
+        return None
+    weights = sample_weights(config, labels, weights, unreadable)
+    # Images with several labels have no class: treat all of them as one class.
+    classes = torch.zeros(len(labels), dtype=torch.int64) if labels.ndim == 2 else labels
+    return Draws(config.seed, classes, weights, unreadable)
+
+
+def weights_digest(weights: Tensor) -> str:
+    """The SHA-256 of `weights` (float64 [n]), by which processes compare theirs."""
+    return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+
+
+# An order that needs few shards at a time (--data.order shards): a pure function of (seed, epoch, position).
+#
+# The terms are those of MosaicML Streaming (docs.mosaicml.com/projects/streaming, "Shuffling"). In each epoch the
+# shards are permuted, and their samples, one shard after the other, form a line. Each of C canonical nodes has a
+# contiguous part of the line and a contiguous part of the places of every update. The parts of the line are as long as
+# the node's places need, so a cut may go through a shard, which two nodes read then. A node opens the shards of its
+# part in blocks of at most K, and the samples of a block are permuted.
+#
+#     update      | node 0: w places | node 1: w places | …                  w = batch size / C
+#     line        | shard 7, shard 2, shard 9 | shard 9, shard 4, … | …      the part of node 0, of node 1, …
+#     blocks      | shards 7 and 2, | shard 9 | shards 9 and 4, | …          K = 2
+#
+# C and K are in the recipe, so the order does not depend on the processes. A process computes contiguous places of an
+# update (plan.py), so it reads the shards of the nodes of these places only. If the last update of an epoch is not
+# full, the nodes of its last places have one place less in this epoch: their parts are shorter.
+#
+# Only tables of shards, blocks and nodes are kept, and the order of any samples is computed from these.
+
+
+@dataclass(frozen=True)
+class ShardTable:
+    """Which samples of a split are in which shard: each shard has some samples, one after the other."""
+
+    prefix: Tensor
+    """int64 [shards + 1]: shard i has the samples prefix[i] … prefix[i + 1] - 1."""
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> ShardTable:
+        """The table of samples that are in the shards `numbers`, int64 [n]. If samples of others are between those of a
+        shard, each part counts as a shard."""
+        first = torch.ones(len(numbers), dtype=torch.bool)
+        first[1:] = numbers[1:] != numbers[:-1]
+        starts = first.nonzero()[:, 0]
+        return cls(torch.cat([starts, torch.tensor([len(numbers)])]))
+
+    def __len__(self) -> int:
+        """The number of shards."""
+        return len(self.prefix) - 1
+
+    def digest(self, table: str = "") -> str:
+        """A SHA-256 that differs if the samples are divided into other shards, or if `table` is another text."""
+        return hashlib.sha256(self.prefix.numpy().tobytes() + table.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Line:
+    """The samples of an epoch as a line, shard by shard, and how it is divided."""
+
+    shards: Tensor
+    """int64 [s]: those with samples in this epoch, by their rows in the ShardTable, in their order on the line."""
+    ends: Tensor
+    """int64 [s + 1]: shard i of the line has the places ends[i] … ends[i + 1] - 1 on it."""
+    firsts: Tensor
+    """int64 [s]: the first sample of each shard, in stored order."""
+    blocks: Tensor
+    """int64 [b + 1]: where blocks begin on the line, and its end."""
+    words: Tensor
+    """int64 [b]: the key of each block's permutation."""
+    drawn: Tensor | None
+    """int64 [n]: the samples that are drawn, in stored order, if samples are drawn; these are counted above, then."""
+
+
+class ShardOrder:
+    """The order of the epochs of a run with --data.order shards."""
+
+    def __init__(
+        self,
+        table: ShardTable,
+        plan: Plan,
+        *,
+        seed: int,
+        open_shards: int,
+        repeats: int = 1,
+        draws: Draws | None = None,
+    ) -> None:
+        """`plan`: one with canonical nodes; `repeats`: how often a sample is in its update; `draws`: which samples an
+        epoch has, None: those of the table."""
+        assert plan.canonical_nodes is not None
+        self.table, self.seed, self.draws = table, seed, draws
+        self.batch_size, self.repeats, self.open_shards = plan.batch_size, repeats, open_shards
+        self.width = plan.batch_size // plan.canonical_nodes  # places of a node in an update
+        updates, rest = divmod(plan.samples, plan.batch_size)
+        in_last = (rest - torch.arange(plan.canonical_nodes) * self.width).clamp(0, self.width)
+        samples = -(-(updates * self.width + in_last) // repeats)
+        self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), samples.cumsum(0)])
+        """int64 [canonical_nodes + 1]: where the part of each node begins on the line, and the last one's end."""
+        self._epoch, self._line = -1, Line(*(torch.empty(0, dtype=torch.int64),) * 5, None)
+
+    def __len__(self) -> int:
+        """The number of samples of the split."""
+        return int(self.table.prefix[-1])
+
+    def of_epoch(self, epoch: int) -> Line:
+        if epoch != self._epoch:
+            self._epoch, self._line = epoch, self._lay_out(epoch)
+        return self._line
+
+    def _lay_out(self, epoch: int) -> Line:
+        prefix, drawn = self.table.prefix, None
+        if self.draws is not None:
+            drawn = self.draws.of_epoch(epoch).sort().values
+            prefix = torch.searchsorted(drawn, prefix)
+        shards = permuted(torch.arange(len(prefix) - 1), len(prefix) - 1, key(self.seed, epoch, "shards"))
+        sizes = prefix[shards + 1] - prefix[shards]
+        shards, sizes = shards[sizes > 0], sizes[sizes > 0]
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+        lows = torch.searchsorted(ends, self.starts[:-1], right=True) - 1  # the first shard of each node …
+        highs = torch.searchsorted(ends, self.starts[1:])  # … and the one after its last
+        blocks = []
+        for start, low, high in zip(self.starts.tolist(), lows.tolist(), highs.tolist(), strict=False):
+            count = -(-(high - low) // self.open_shards)  # equal blocks: a last one of one shard would mix nothing
+            blocks.append(ends[low + torch.arange(count) * (high - low) // count].clamp(min=start))
+        blocks.append(self.starts[-1:])
+        line = torch.cat(blocks)
+        words = hashed(key(self.seed, epoch, "blocks"), torch.arange(len(line) - 1))
+        return Line(shards, ends, prefix[shards], line, words, drawn)
+
+    def look_up(self, epoch: int, positions: Tensor) -> Tensor:
+        """The samples at `positions` (int64 [n]) of the epoch, int64 [n]."""
+        line = self.of_epoch(epoch)
+        updates, places = positions // self.batch_size, positions % self.batch_size
+        nodes, places = places // self.width, updates * self.width + places % self.width  # of the node's part
+        places = self.starts[nodes] + places // self.repeats
+        blocks = torch.searchsorted(line.blocks, places, right=True) - 1
+        starts, sizes = line.blocks[blocks], line.blocks.diff()
+        places = starts + permuted_in_groups(places - starts, blocks, sizes, line.words)
+        shards = torch.searchsorted(line.ends, places, right=True) - 1
+        samples = line.firsts[shards] + places - line.ends[shards]
+        return samples if line.drawn is None else line.drawn[samples]
+
+    def substitutes(self, ids: Tensor, readable: Tensor) -> Tensor:
+        """A sample that can be read in place of each of `ids` (int64 [n]), of the same shard if there is one.
+
+        `readable`: all samples that can be read, in increasing order, int64 [m]; at least one.
+        """
+        after = torch.searchsorted(readable, ids).clamp(max=len(readable) - 1)
+        before, after = readable[(after - 1).clamp(min=0)], readable[after]
+        shards, of_after = (torch.searchsorted(self.table.prefix, each, right=True) for each in (ids, after))
+        return torch.where(shards == of_after, after, before)
+
+
+class ShardSampler(TrainingSampler):
+    """A TrainingSampler in the order of a ShardOrder.
+
+    What has weight 0 and is loaded all the same is a sample of the shards that the process has open: else each
+    process would fetch the shards of the first samples once more for an epoch's last update.
+    """
+
+    def __init__(self, plan: Plan, order: ShardOrder, unreadable: Tensor | None = None) -> None:
+        """`unreadable`: bool [samples], the samples to skip. All others keep their places, also if samples are drawn:
+        another sample in their place would move the samples after it into other shards."""
+        super().__init__(plan, order.seed, unreadable, repeats=order.repeats, samples=len(order))
+        self.order, self.draws, self.window = order, order.draws, order.width
+        self.readable = torch.empty(0) if unreadable is None else (~unreadable).nonzero()[:, 0]
+        owner = torch.arange(plan.slots) // plan.micro_batch % plan.processes
+        first = torch.tensor([plan.places_of(each).start for each in range(plan.processes)])
+        self.places = torch.where(self.filled, self.places, first[owner])
+
+    def _ids(self, positions: Tensor) -> Tensor:
+        return self.order.look_up(self.epoch, positions)
+
+    def _instead(self, positions: Tensor) -> Tensor:
+        """Padding has the sample of its place in the update before."""
+        return torch.where(positions < self.plan.samples, positions, positions - self.plan.batch_size)
+
+    def _substitutes(self, ids: Tensor) -> Tensor:
+        return self.order.substitutes(ids, self.readable)

@@ -13,12 +13,11 @@ from pathlib import Path
 
 from accel_train import models
 from accel_train.config.schema import Config, Data
-from accel_train.data.sources.arrays import PUBLISHED, digits, torchvision_set
+from accel_train.data.sources.arrays import PUBLISHED, digits, synthetic, torchvision_set
 from accel_train.data.sources.divide import divide
 from accel_train.data.sources.files.depth import range_text
 from accel_train.data.sources.root import check_root
 from accel_train.data.sources.splits import Source, Splits, Subset, given_splits
-from accel_train.data.sources.synthetic import synthetic
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import parse_reference, short_name
 
@@ -74,7 +73,7 @@ def read_splits(data: Data, *, size: int = SYNTHETIC_SIZE, download: bool = True
     if reference is not None:
         if data.stage is not None:
             raise UserError("--data.stage: nothing is copied for your own code that reads data; remove the option.")
-        from accel_train.data.sources.user.splits import user_data
+        from accel_train.data.sources.user import user_data
 
         splits = user_data(data, reference, record)
     else:

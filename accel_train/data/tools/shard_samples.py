@@ -10,11 +10,10 @@ from torch import Tensor
 
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.files.images import ImageError, to_image
-from accel_train.data.sources.files.raw import EXTENSIONS, raw_file
-from accel_train.data.sources.files.tars import packed
+from accel_train.data.sources.files.tars import RAW_EXTENSIONS, packed, raw_file
 from accel_train.data.sources.files.webdataset import SEPARATOR
 from accel_train.data.sources.splits import Source, label_numbers, unwrap_subset
-from accel_train.data.transforms.resizing import resized_to_short_side
+from accel_train.data.transforms.image import resized_to_short_side
 from accel_train.errors import UserError
 
 FORMATS = {b"\xff\xd8\xff": ".jpg", b"\x89PNG\r\n\x1a\n": ".png", b"GIF8": ".gif", b"BM": ".bmp", b"II*\0": ".tif"}
@@ -63,7 +62,7 @@ def _encoded(source: Source, id: int, encoding: str, short_side: int) -> tuple[b
     if min(pixels.shape[1:]) > short_side:
         pixels = resized_to_short_side(pixels, short_side)
     if encoding == "raw":
-        return raw_file(pixels), EXTENSIONS[len(pixels)]
+        return raw_file(pixels), RAW_EXTENSIONS[len(pixels)]
     return _file(pixels, "JPEG", quality=JPEG_QUALITY), ".jpg"
 
 

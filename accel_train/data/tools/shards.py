@@ -19,10 +19,10 @@ from accel_train.config.url import is_url
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.files.depth import range_text
 from accel_train.data.sources.files.encoded import EncodedImages
+from accel_train.data.sources.files.folder import is_image
 from accel_train.data.sources.files.images import default_mean_std
 from accel_train.data.sources.files.index import CHANGING, SETTLED_SECONDS
-from accel_train.data.sources.files.listing import is_image
-from accel_train.data.sources.files.raw import RAW_FORMAT
+from accel_train.data.sources.files.tars import RAW_FORMAT
 from accel_train.data.sources.files.webdataset import index_of
 from accel_train.data.sources.load import Source, Splits, Subset, load_splits
 from accel_train.data.sources.splits import names_root, sample_keys, unwrap_subset

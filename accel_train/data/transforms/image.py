@@ -1,4 +1,4 @@
-"""Transforms of one image at a time, in the worker processes: crop, resize, what policies.py and own.py do, flip.
+"""Transforms of one image at a time, in the worker processes: crop, resize, policies, a user's own transform, flip.
 
 Input and output are uint8, a quarter of float32's bytes. Transforms that work on a whole batch (normalisation, erasing,
 mixing) run later on the device (batch.py).
@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms import v2
 
+from accel_train.config.declaration import PILLOWS_OWN
 from accel_train.config.schema import Augment
 from accel_train.data.sources.files.images import Box, LazyImage
-from accel_train.data.sources.user.dataset import restored_generators, seed_generators
+from accel_train.data.sources.user import as_pixels, kind_of, restored_generators, seed_generators
 from accel_train.data.transforms.parameters import Stream, resize_default
-from accel_train.data.transforms.policies import image_steps
-from accel_train.data.transforms.resizing import resized, sides
+from accel_train.errors import UserError
 from accel_train.keyed import uniform, uniforms
+from accel_train.user_code.loading import load, showing_user_lines
+from accel_train.user_code.reference import parse_reference
 
 TRIES = 10  # attempts to draw a box inside the image, as in torchvision
 
@@ -57,8 +63,6 @@ class ImageTransform:
             crops.append(v2.CenterCrop(size))
         own: list[torch.nn.Module] = []
         if training and augment.own != "none":
-            from accel_train.data.transforms.own import OwnTransform
-
             own = [OwnTransform(augment.own)]
         # The steps of an image that was resized so.
         self.steps = {}
@@ -169,3 +173,187 @@ def crop_boxes(
 
 def _size(image: Tensor | LazyImage) -> tuple[int, int]:
     return (image.shape[1], image.shape[2]) if isinstance(image, Tensor) else (image.height, image.width)
+
+
+# The policies, which change one image's geometry and colours after its crop.
+#
+# They are torchvision's or timm's code. They draw from global generators: ImageTransform seeds them for each image.
+
+
+AUTOAUGMENT = {
+    "autoaugment": v2.AutoAugmentPolicy.IMAGENET,
+    "autoaugment_cifar10": v2.AutoAugmentPolicy.CIFAR10,
+    "autoaugment_svhn": v2.AutoAugmentPolicy.SVHN,
+}
+RESAMPLING = {"nearest": 0, "bilinear": 2, "bicubic": 3}  # PIL's numbers
+
+
+def image_steps(augment: Augment, size: int, interpolation: str, mean: tuple[float, ...]) -> list[torch.nn.Module]:
+    """The steps on a tensor uint8 [C, size, size], of which each returns such a tensor; [] if there are none.
+
+    They turn and shift PIL images with `interpolation` (or random), as torchvision's training script does: its tensors
+    cannot be turned bicubically. torchvision's AugMix computes with tensors in any case, and so bilinearly.
+    `mean`: of each channel, 0 to 1. Raises UserError if Pillow cannot turn images with this interpolation.
+    """
+    if augment.policy not in ("none", "augmix") and interpolation not in (*RESAMPLING, "random"):
+        raise UserError(
+            f"--augment.interpolation {interpolation}: images can be resized with it, but not turned or sheared, as an "
+            f"augment.policy needs. Use {', '.join(RESAMPLING)}, or no policy."
+        )
+    mode = v2.InterpolationMode("bilinear" if interpolation == "random" else interpolation)
+    if augment.policy == "none":
+        return []
+    if augment.policy == "augmix":
+        return [v2.AugMix()]
+    if augment.timm_policy:
+        return _of_pil(v2.Lambda(_timm_policy(augment, size, interpolation, mean)))
+    if augment.policy == "randaugment":
+        return _of_pil(v2.RandAugment(augment.randaugment_ops, augment.randaugment_magnitude, interpolation=mode))
+    if augment.policy == "trivialaugment":
+        return _of_pil(v2.TrivialAugmentWide(interpolation=mode))
+    return _of_pil(v2.AutoAugment(AUTOAUGMENT[augment.policy], mode))
+
+
+def _of_pil(step: torch.nn.Module) -> list[torch.nn.Module]:
+    """The step, of PIL images, as steps of tensors."""
+    return [v2.ToPILImage(), step, v2.PILToTensor()]
+
+
+def _timm_policy(augment: Augment, size: int, interpolation: str, mean: tuple[float, ...]) -> Callable[[Any], Any]:
+    """timm's transform of a PIL image, with the settings that timm's create_transform gives it."""
+    from timm.data import auto_augment
+
+    colour = tuple(min(255, round(255 * value)) for value in mean)
+    settings: dict[str, Any] = {"translate_const": int(size * 0.45), "img_mean": colour if len(mean) > 1 else colour[0]}
+    if interpolation != "random":  # else timm draws one for each operation
+        settings["interpolation"] = RESAMPLING[interpolation]
+    create: Callable[..., Callable[[Any], Any]] = auto_augment.auto_augment_transform
+    name = augment.policy.partition("-")[0]
+    if name == "rand":
+        create = auto_augment.rand_augment_transform
+    elif name == "augmix":
+        create = auto_augment.augment_and_mix_transform
+        settings["translate_pct"] = 0.3
+    transform: Any = create(augment.policy, settings)
+    groups = transform.policy if hasattr(transform, "policy") else [transform.ops]
+    for operation in (operation for group in groups for operation in group):
+        if operation.aug_fn is auto_augment.posterize:
+            operation.aug_fn = _posterize
+    return transform  # type: ignore[no-any-return]
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """timm's, which keeps 0 bits at some strengths: Pillow before 13 made the image black, Pillow 13 refuses."""
+    return ImageOps.posterize(image, bits) if bits in range(1, 8) else image.point(lambda value: value * (bits > 0))
+
+
+# --augment.own: a user's own transform of one image, of torchvision, of albumentations, or a function.
+
+
+OPTION = "augment.own"
+
+
+class OwnTransform(torch.nn.Module):
+    """Calls the user's transform with a tensor uint8 [C, H, W]; one of albumentations with an array [H, W, C].
+
+    It draws from torch's, NumPy's and Python's global generators, which are seeded for each image; one with
+    `set_random_seed` (albumentations) has generators of its own, which are seeded here. Sent to a data worker, it
+    imports the user's file there.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        reference = parse_reference(OPTION, text)
+        assert reference is not None, text
+        self.reference = reference
+        self.function: Any = load(OPTION, reference)
+
+    def __getstate__(self) -> str:
+        return str(self.reference)
+
+    def __setstate__(self, text: str) -> None:
+        self.__init__(text)  # type: ignore[misc]
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Returns uint8 of the same shape. Raises UserError if the user's transform returns something else."""
+        with showing_user_lines(OPTION, self.reference):
+            if hasattr(self.function, "set_random_seed"):
+                self.function.set_random_seed(int(torch.randint(2**32, ())))
+            if type(self.function).__module__.startswith("albumentations"):
+                found = self.function(image=image.permute(1, 2, 0).contiguous().numpy())["image"]
+            else:
+                found = self.function(image)
+            pixels = found
+            if isinstance(found, np.ndarray):
+                pixels = torch.from_numpy(np.ascontiguousarray(found)).permute(2, 0, 1)
+            pixels = as_pixels(pixels, len(image))
+        if pixels is None or pixels.dtype != torch.uint8 or pixels.shape != image.shape:
+            kind = kind_of(found).replace("of type", "a value of type")
+            raise UserError(
+                f"--{OPTION} {self.reference.short}: returned {kind} for a uint8 tensor {list(image.shape)}; expected "
+                "uint8 of that shape.",
+                every_process=False,
+            )
+        return pixels
+
+
+def check_own(text: str, channels: int, size: int) -> None:
+    """Load the user's transform and try it with an image. Raises UserError if it cannot be trained with.
+
+    With the same random numbers it must return the same pixels, whatever it was called with before: else a sample would
+    be another one on another number of processes, or after a restart.
+    """
+    transform = OwnTransform(text)
+    image = torch.randint(256, (channels, size, size), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    found = []
+    with restored_generators():
+        for key in (1, 2, 3, 1):
+            seed_generators(key)
+            found.append(transform(image.clone()))
+    if not torch.equal(found[0], found[3]):
+        raise UserError(
+            f"--{OPTION} {transform.reference.short}: returned two images for the same image and the same random "
+            "numbers, so that a run could not be repeated. Draw only from torch, random or numpy.random (not from a "
+            "generator of its own), and keep nothing from one call to the next."
+        )
+
+
+# Resizes images: by torch, or by Pillow where torch cannot, with the same pixels in training and evaluation.
+
+
+def sides(height: int, width: int, short_side: int) -> tuple[int, int]:
+    """Height and width of an image resized to this short side, rounded as in torchvision's Resize."""
+    short = min(height, width)
+    return int(short_side * height / short), int(short_side * width / short)
+
+
+def resized_to_short_side(image: Tensor, short_side: int) -> Tensor:
+    """`image`, uint8 [C, H, W], resized so that the shorter of its sides has `short_side` pixels.
+
+    The pixels are those of torchvision's Resize in 0.29. Older versions of it computed in float32 on some CPUs, so that
+    pixels differed by 1.
+    """
+    return resized(image, *sides(image.shape[1], image.shape[2], short_side))
+
+
+def resized(image: Tensor, height: int, width: int, interpolation: str = "bilinear") -> Tensor:
+    """`image`, uint8 [C, H, W] on the CPU, resized to uint8 [C, height, width] with antialiasing (but nearest)."""
+    if image.shape[1:] == (height, width):
+        return image
+    if interpolation in PILLOWS_OWN:
+        return resized_by_pillow(image, height, width, interpolation)
+    # image[None] would not count as channels last, and interpolate would copy the pixels twice.
+    batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    return F.interpolate(batch, (height, width), mode=interpolation, antialias=True)[0]
+
+
+def resized_by_pillow(images: Tensor, height: int, width: int, interpolation: str) -> Tensor:
+    """`images`, uint8 or float32 [..., H, W], resized to [..., height, width] by Pillow, on the CPU; returned on the
+    device and with the type that they have."""
+    from PIL import Image
+
+    kernel = Image.Resampling[interpolation.upper()]
+    planes = images.cpu().flatten(0, -3)  # Pillow resizes each channel by itself, too
+    resized = [Image.fromarray(plane.numpy()).resize((width, height), kernel) for plane in planes]
+    stacked = torch.stack([torch.frombuffer(bytearray(plane.tobytes()), dtype=images.dtype) for plane in resized])
+    return stacked.view(*images.shape[:-2], height, width).to(images.device)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from accel_train.config.schema import Config
+from accel_train.data.loading import create_loader
 from accel_train.data.order.samplers import IndexBatch
 from accel_train.data.sources.splits import Splits, has_one_size
-from accel_train.data.torch_loader import create_loader
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.parameters import transforms_each_image
 from accel_train.errors import UserError

@@ -8,9 +8,8 @@ from scipy.stats import chisquare
 
 from accel_train.config.schema import Config, Data
 from accel_train.data.memory import MemoryLoader
-from accel_train.data.order.drawing import Draws, create_draws
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import IndexBatch, TrainingSampler
+from accel_train.data.order.samplers import Draws, IndexBatch, TrainingSampler, create_draws
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.errors import UserError
 from accel_train.launch.accelerator import create_accelerator

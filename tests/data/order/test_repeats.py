@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_train.config.schema import Augment, Config
+from accel_train.data.loading import create_loader
 from accel_train.data.order.plan import Plan, divide_batch, epoch_length
 from accel_train.data.order.samplers import TrainingSampler
-from accel_train.data.sources.synthetic import Synthetic
-from accel_train.data.torch_loader import create_loader
+from accel_train.data.sources.arrays import Synthetic
 from accel_train.keyed import key, permuted
 
 

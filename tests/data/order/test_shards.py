@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_train.config.schema import Config, Data
-from accel_train.data.order.drawing import Draws
 from accel_train.data.order.plan import Plan, canonical_nodes, epoch_length
-from accel_train.data.order.samplers import IndexBatch
-from accel_train.data.order.shards import ShardOrder, ShardSampler, ShardTable
+from accel_train.data.order.samplers import Draws, IndexBatch, ShardOrder, ShardSampler, ShardTable
 from accel_train.errors import UserError
 
 

@@ -14,7 +14,7 @@ from accel_train.config.schema import Data
 from accel_train.data.sources import shared
 from accel_train.data.sources.divide import divide, stratified_choice
 from accel_train.data.sources.files.folder import FileImages
-from accel_train.data.sources.files.index_file import SplitFiles
+from accel_train.data.sources.files.index import SplitFiles
 from accel_train.data.sources.files.tars import TarImages
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import Splits, Subset, sample_keys, subset

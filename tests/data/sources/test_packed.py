@@ -13,9 +13,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torchvision.tv_tensors import Image
 
 from accel_train.data.order.samplers import EvaluationSampler
-from accel_train.data.sources.user import packed
-from accel_train.data.sources.user.dataset import UserDataset
-from accel_train.data.sources.user.packed import Packed
+from accel_train.data.sources.user import Packed, UserDataset, packed
 from accel_train.data.worker_processes import WorkerContext, WorkerInit
 from accel_train.data.workers import BatchDataset, no_collate
 from accel_train.user_code.reference import Reference

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from accel_train.config.schema import Augment, Data
+from accel_train.data.loading import create_loader
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
-from accel_train.data.sources.user.dataset import UserDataset
-from accel_train.data.torch_loader import create_loader
+from accel_train.data.sources.user import UserDataset
 from accel_train.errors import UserError, print_logged
 
 HEAD = """

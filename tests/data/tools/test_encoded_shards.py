@@ -19,16 +19,14 @@ from PIL import Image
 from accel_train.audit import check_data
 from accel_train.cli.data import shards as shards_command
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.loading import create_input_pipeline
+from accel_train.data.loading import create_input_pipeline, create_loader
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
-from accel_train.data.sources.files import index, raw, tars
-from accel_train.data.sources.files.raw import RawImage
-from accel_train.data.sources.files.tars import TarImages
+from accel_train.data.sources.files import index, tars
+from accel_train.data.sources.files.tars import RawImage, TarImages
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source, Splits, unwrap_subset
 from accel_train.data.tools.shards import write_shards
-from accel_train.data.torch_loader import create_loader
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UserError
 from accel_train.launch.accelerator import create_accelerator
@@ -262,9 +260,9 @@ class TestReading:
 
 
 def test_pixels_are_a_view(tmp_path: Path) -> None:
-    content = raw.raw_file(torch.arange(60, dtype=torch.uint8).view(3, 4, 5))
-    header = raw.HEADER.match(content)
-    assert header is not None and header.end() <= raw.LONGEST_HEADER
+    content = tars.raw_file(torch.arange(60, dtype=torch.uint8).view(3, 4, 5))
+    header = tars.HEADER.match(content)
+    assert header is not None and header.end() <= tars.LONGEST_HEADER
     image = RawImage(memoryview(bytearray(content)), header)
     image.check()
     assert torch.equal(image.pixels(), torch.arange(60, dtype=torch.uint8).view(3, 4, 5))

@@ -8,8 +8,8 @@ from PIL import Image
 
 from accel_train.cli import main
 from accel_train.config.schema import Data
+from accel_train.data.sources.divide import read_list
 from accel_train.data.sources.load import load_splits
-from accel_train.data.sources.unreadable_list import read_list
 from accel_train.errors import UserError
 
 

@@ -16,8 +16,7 @@ from timm.data.mixup import rand_bbox
 from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment
-from accel_train.data.transforms.mixing import DRAWS, Mixing, _interpolate
-from accel_train.data.transforms.parameters import AugmentParameters, Column
+from accel_train.data.transforms.parameters import DRAWS, AugmentParameters, Column, Mixing, _interpolate
 from accel_train.keyed import hashed, key
 
 SIZE, COUNT = 224, 4000

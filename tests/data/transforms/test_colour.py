@@ -19,8 +19,7 @@ from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import load_splits
-from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.colour import jitter_colours
+from accel_train.data.transforms.batch import BatchTransform, jitter_colours
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.data.transforms.parameters import AugmentParameters, Column, Jitter
 from accel_train.errors import UserError

@@ -18,15 +18,13 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.loading import create_input_pipeline
+from accel_train.data.loading import create_input_pipeline, create_loader
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.files.images import ImageError, LazyImage
 from accel_train.data.sources.load import Source, load_splits
-from accel_train.data.torch_loader import create_loader
-from accel_train.data.transforms.image import ImageTransform, crop_boxes
+from accel_train.data.transforms.image import ImageTransform, crop_boxes, resized_to_short_side
 from accel_train.data.transforms.parameters import resize_default
-from accel_train.data.transforms.resizing import resized_to_short_side
 from accel_train.errors import UserError
 from accel_train.keyed import hashed, key
 from accel_train.launch.accelerator import create_accelerator

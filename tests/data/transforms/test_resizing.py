@@ -12,9 +12,8 @@ from torchvision.transforms import functional as F
 from accel_train.config.declaration import PILLOWS_OWN
 from accel_train.config.schema import Augment
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.image import ImageTransform, crop_boxes
+from accel_train.data.transforms.image import ImageTransform, crop_boxes, resized_by_pillow
 from accel_train.data.transforms.parameters import resize_default
-from accel_train.data.transforms.resizing import resized_by_pillow
 from accel_train.errors import UserError
 from accel_train.keyed import hashed, key
 

@@ -25,10 +25,8 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.csv_rows import Mistakes, columns_of, csv_rows, quoted, unused_notes
-from accel_train.data.sources.files.folder import FileImages
-from accel_train.data.sources.files.index import Progress, indexed, splits_of_index
-from accel_train.data.sources.files.index_file import Index, SplitFiles
-from accel_train.data.sources.files.listing import MISSING, file_stats, find_images, why_missing
+from accel_train.data.sources.files.folder import MISSING, FileImages, file_stats, find_images, why_missing
+from accel_train.data.sources.files.index import Index, Progress, SplitFiles, indexed, splits_of_index
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError, nearest

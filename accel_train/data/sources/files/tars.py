@@ -9,7 +9,9 @@ from __future__ import annotations
 import mmap
 import os
 import posixpath
+import re
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +25,9 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.data.all_cores import on_all_cores
 from accel_train.data.sources.files.encoded import ChangedError, EncodedImages, file_state
-from accel_train.data.sources.files.folder import arrange, ignored_text
+from accel_train.data.sources.files.folder import arrange, ignored_text, is_image
 from accel_train.data.sources.files.images import LazyImage
-from accel_train.data.sources.files.index import Progress, indexed, splits_of_index
-from accel_train.data.sources.files.index_file import Index, SplitFiles
-from accel_train.data.sources.files.listing import is_image
-from accel_train.data.sources.files.raw import EXTENSIONS, HEADER, LONGEST_HEADER, RawImage
+from accel_train.data.sources.files.index import Index, Progress, SplitFiles, indexed, splits_of_index
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, names_root
 from accel_train.errors import UserError
@@ -38,7 +37,8 @@ END = bytes(2 * tarfile.BLOCKSIZE)
 """Of a tar file."""
 MOST_MAPPED = 256
 """Tar files that a process maps at a time: Python keeps each one open, and a process may open some 1,000 files."""
-RAW_EXTENSIONS = tuple(EXTENSIONS.values())
+RAW_EXTENSIONS = {1: ".pgm", 3: ".ppm"}
+"""Of images that are stored as pixels, by the number of channels."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class TarImages(EncodedImages):
     def open(self, id: int) -> LazyImage:
         if not len(self._verified):
             self._verified = np.zeros(len(self), dtype=np.bool_)
-        if self._verified[id] or self.names[id].endswith(RAW_EXTENSIONS):
+        if self._verified[id] or self.names[id].endswith(tuple(RAW_EXTENSIONS.values())):
             try:
                 image = self._raw(id)
             except (OSError, ValueError) as error:
@@ -301,3 +301,57 @@ def index_of_members(
         for split, (members, labels) in samples.items()
     }
     return Index(tuple(places), classes, splits, tars)
+
+
+# Images that are stored as pixels, in the tar files that `accel-train shards --encoding raw` writes.
+#
+# Each is a PPM file (of a grey image: PGM), which other programs read, too. A comment in its header has the number of
+# this format and the CRC-32 of the pixels.
+
+
+RAW_FORMAT = 1
+"""Another number in a file: its pixels are stored in another way."""
+HEADER = re.compile(rb"P([56])\n# accel_train raw (\d{1,9}) ([0-9a-f]{8})\n([1-9]\d{0,8}) ([1-9]\d{0,8})\n255\n")
+LONGEST_HEADER = 96
+
+
+def raw_file(pixels: torch.Tensor) -> bytes:
+    """The file of an image, uint8 [C, H, W] of 1 or 3 channels."""
+    channels, height, width = pixels.shape
+    content = pixels.permute(1, 2, 0).contiguous().numpy().tobytes()
+    kind = {1: 5, 3: 6}[channels]
+    header = f"P{kind}\n# accel_train raw {RAW_FORMAT} {zlib.crc32(content):08x}\n{width} {height}\n255\n"
+    return header.encode() + content
+
+
+class RawImage(LazyImage):
+    """An image of which the pixels are in memory already, or in the mapped memory of a file."""
+
+    def __init__(self, file: memoryview, header: re.Match[bytes]) -> None:
+        """`header`: what HEADER has found in the `file`. Raises OSError if the file is not whole."""
+        kind, number, checksum, width, height = header.groups()
+        if int(number) != RAW_FORMAT:
+            raise OSError(
+                f"its raw format has the number {int(number)}, and this version of accel-train reads {RAW_FORMAT}: "
+                "write it again with `accel-train shards`"
+            )
+        self.channels = 3 if kind == b"6" else 1
+        self.width, self.height, self.checksum = int(width), int(height), int(checksum, 16)
+        self.bytes = file[header.end() :]
+        if len(self.bytes) != self.channels * self.width * self.height:
+            raise OSError("its size is not that of its pixels")
+
+    def check(self) -> None:
+        """Raise OSError if the pixels are not those that were written."""
+        if zlib.crc32(self.bytes) != self.checksum:
+            raise OSError("it was changed (its checksum is wrong)")
+
+    def largest_of_16_bits(self) -> None:
+        return None
+
+    def looks_truncated(self) -> bool:
+        return False
+
+    def pixels(self) -> torch.Tensor:
+        values = torch.frombuffer(self.bytes, dtype=torch.uint8)  # no copy: pixels outside the crop are not read
+        return values.view(self.height, self.width, -1).permute(2, 0, 1)

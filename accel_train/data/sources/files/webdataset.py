@@ -17,10 +17,8 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.data.all_cores import on_all_cores
-from accel_train.data.sources.files.folder import ignored_text
-from accel_train.data.sources.files.index import Progress, indexed, splits_of_index
-from accel_train.data.sources.files.index_file import Index
-from accel_train.data.sources.files.listing import is_image
+from accel_train.data.sources.files.folder import ignored_text, is_image
+from accel_train.data.sources.files.index import Index, Progress, indexed, splits_of_index
 from accel_train.data.sources.files.tars import Member, TarImages, index_of_members, members_of
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, names_root
 from accel_train.errors import UserError, first_of

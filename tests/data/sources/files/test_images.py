@@ -11,10 +11,9 @@ import torch
 from PIL import Image
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.folder import FileImages
+from accel_train.data.sources.files.folder import FileImages, find_images
 from accel_train.data.sources.files.images import ImageError, decode
-from accel_train.data.sources.files.index_file import SplitFiles
-from accel_train.data.sources.files.listing import find_images
+from accel_train.data.sources.files.index import SplitFiles
 from accel_train.data.sources.shared import StringArray
 from accel_train.errors import UserError
 

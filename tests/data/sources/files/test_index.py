@@ -24,7 +24,7 @@ from accel_train.cli import main
 from accel_train.config.schema import Data
 from accel_train.data import all_cores
 from accel_train.data.sources import load
-from accel_train.data.sources.files import folder, index, index_file, table, tars, webdataset
+from accel_train.data.sources.files import folder, index, table, tars, webdataset
 from accel_train.data.sources.splits import Splits
 from accel_train.data.worker_processes import WorkerContext
 from accel_train.errors import UserError
@@ -225,7 +225,7 @@ def test_a_class_that_appears_while_the_folder_is_looked_through(
 ) -> None:
     root, real = make(tmp_path / "data", "folder") / "train", folder._look
 
-    def look(where: Path, given: dict[str, str], progress: index.Progress) -> index_file.Index:
+    def look(where: Path, given: dict[str, str], progress: index.Progress) -> index.Index:
         found = real(where, given, progress)
         (where / "eel").mkdir()
         (where / "eel" / "1.png").write_bytes(image(207))
@@ -275,7 +275,7 @@ def test_a_damaged_index_is_never_believed(tmp_path: Path, kind: str) -> None:
 def test_an_index_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: list[Path]) -> None:
     root = make(tmp_path / "data", "folder")
     content(root, "folder")
-    monkeypatch.setattr(index_file, "VERSION", index_file.VERSION + 1)
+    monkeypatch.setattr(index, "VERSION", index.VERSION + 1)
     content(root, "folder")
     content(root, "folder")
     assert looks == [root, root]
@@ -411,7 +411,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     old, new = (root / f"..accel-train-index-folder.safetensors.{end}.tmp" for end in ("0123abcd", "4567abcd"))
     for path in (old, new):
         path.write_bytes(b"half")
-    past = time.time() - 2 * index_file.LEFTOVER_SECONDS
+    past = time.time() - 2 * index.LEFTOVER_SECONDS
     os.utime(old, (past, past))
     content(root, "folder")
     assert not old.exists() and new.exists()  # another process may be writing that one
@@ -420,7 +420,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 def _start(root: Path, marks: Path, began: Any, writable: bool) -> None:
     real = tars._look
 
-    def look(where: Path, names: list[str], progress: index.Progress) -> index_file.Index:
+    def look(where: Path, names: list[str], progress: index.Progress) -> index.Index:
         (marks / str(os.getpid())).touch()
         time.sleep(1)  # as long as a real one, so that the others come meanwhile
         if not writable and len([*marks.iterdir()]) > 1:  # the second one that looks
@@ -459,7 +459,7 @@ STEPS = ("set_default_permissions", "save_file", "fsync", "replace")
 
 def _die_while_writing(root: Path, step: str, *, after: bool) -> None:
     holder: Any = {
-        "set_default_permissions": index_file, "save_file": safetensors.torch, "fsync": os, "replace": Path,
+        "set_default_permissions": index, "save_file": safetensors.torch, "fsync": os, "replace": Path,
     }[step]  # fmt: skip
     real = getattr(holder, step)
 
@@ -547,9 +547,9 @@ def test_on_a_network_file_system_it_is_not_mapped(tmp_path: Path, monkeypatch: 
     root = make(tmp_path / "data", "tar")
     first = content(root, "tar")
     (file,) = kept(root)
-    mapped = index_file.read_index(file, root)
-    monkeypatch.setattr(index_file, "file_system", lambda folder: "nfs4")
-    copied = index_file.read_index(file, root)
+    mapped = index.read_index(file, root)
+    monkeypatch.setattr(index, "file_system", lambda folder: "nfs4")
+    copied = index.read_index(file, root)
     assert mapped and copied and content(root, "tar") == first
     kinds = [type(found.splits["train"].positions).__name__ for found in (mapped, copied)]
     assert kinds == ["MappedArray", "SharedArray"]
@@ -601,7 +601,7 @@ def damages(content: bytes) -> Iterator[bytes]:
             checksum = zlib.crc32(text.encode())
             for name in sorted(arrays):
                 first, last = arrays[name]["data_offsets"]
-                kind = np.dtype(index_file.DTYPES[arrays[name]["dtype"]])
+                kind = np.dtype(index.DTYPES[arrays[name]["dtype"]])
                 described = f"{name} {kind} {tuple(arrays[name]['shape'])}"
                 checksum = zlib.crc32(data[first:last], zlib.crc32(described.encode(), checksum))
             yield packed({**arrays, "__metadata__": {"index": text, "checksum": str(checksum)}})

@@ -1,0 +1,632 @@
+"""Datasets of a user's own function: `--data.name FILE.py:FUNCTION`.
+
+The function returns a dict of map-style torch Datasets, "train" and any of "val" and "test", whose items are (image,
+label); or a `Splits`, if it has a faster way to fetch batches. It is called with `root` (--data.root) if it takes that.
+
+An item's image is a tensor, uint8 or float [C, H, W], of one size in the whole dataset; or a PIL image of any size,
+which is resized and cropped like an image file. Floats are normalised with --augment.mean and --augment.std as they
+are; the default is to leave them unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import pickle
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
+
+from accel_train.config.schema import Data
+from accel_train.data.compat import ForkingPickler
+from accel_train.data.sources.arrays import ArraySource
+from accel_train.data.sources.files.depth import ValueRange, few_bits_notes, largest_of_16_bits
+from accel_train.data.sources.files.images import ImageError, default_mean_std, to_tensor
+from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, numbered, splits_of_files
+from accel_train.errors import LOGGER, UserError, first_of, nearest, print_line
+from accel_train.files import atomic_write
+from accel_train.launch.compat import DisableTorchFunctionSubclass
+from accel_train.launch.environment import is_first_process
+from accel_train.untrusted import MAX_LOG_BYTES, require_regular_file
+from accel_train.user_code.loading import call, described, load, load_file
+from accel_train.user_code.objects import known_labels
+from accel_train.user_code.reference import OBJECT, Reference, code_file, file_hash
+
+OPTION = "data.name"
+
+KEPT_BYTES = 2**26  # of a pickled dataset, tensors not counted, that is kept for the next workers
+
+Label = int | list[int]
+"""The number of a class, or for each class whether the image has it: 0 or 1."""
+
+
+class UserDataset:
+    """A source whose samples are the items of a user's Dataset.
+
+    Before an item is fetched for training or evaluation, torch's, NumPy's and Python's global generators are seeded
+    with the sample's key. So a Dataset that draws from them draws the same for a sample on any number of processes and
+    workers, and after a restart; generators of its own it must seed by itself.
+    """
+
+    in_memory = False
+
+    def __init__(
+        self,
+        dataset: Any,
+        reference: Reference,
+        split: str,
+        labels: Tensor,
+        channels: int,
+        shape: torch.Size | None,
+        value_range: ValueRange | None = None,
+        dtype: torch.dtype = torch.uint8,
+    ) -> None:
+        """`labels`: int64 [n]. `channels`, `value_range`: of PIL images. `shape`: [C, H, W] of all images; None: PIL
+        images. `dtype`: of the pixels of all images."""
+        self.dataset, self.reference, self.split = dataset, reference, split
+        self.labels, self.channels, self.shape, self.value_range = labels, channels, shape, value_range
+        self.dtype = dtype
+        self.one_size = shape is not None
+        self.packed: Packed | None = None  # what data workers are sent
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, id: int) -> str:
+        return f"{self.split} sample {id}"
+
+    def fetch(self, ids: Sequence[int]) -> Tensor | list[Tensor]:
+        return self.fetch_seeded(ids, torch.as_tensor(ids, dtype=torch.int64))
+
+    def fetch_seeded(self, ids: Sequence[int], keys: Tensor) -> Tensor | list[Tensor]:
+        """As `fetch`; `keys`: int64 [b], what the samples' random numbers follow from."""
+        images = []
+        with restored_generators():
+            for id, key in zip(ids, keys.tolist(), strict=True):
+                seed_generators(key)
+                images.append(self._image(int(id)))
+        return torch.stack(images) if self.one_size else images
+
+    def _image(self, id: int) -> Tensor:
+        image, label = read_item(self.dataset, id, self.reference, self.name(id))
+        if label != (known := as_label(self.labels[id])):
+            raise self._error(
+                f"{self.name(id)} has the label {label}, but {known} in its dataset's `targets` (or in the labels that "
+                "were read before). A sample's label must not change"
+            )
+        try:
+            pixels = as_pixels(image, self.channels, self.value_range)
+        except ImageError as error:
+            raise self._error(f"{self.name(id)} cannot be read: {error}") from error
+        if pixels is None:
+            raise self._error(f"{self.name(id)} is {kind_of(image)}; {EXPECTED}")
+        if pixels.dtype != self.dtype:
+            first = "pixels of 8 bits" if self.dtype == torch.uint8 else "pixels that are floats"
+            raise self._error(
+                f"{self.name(id)} is {kind_of(image)}, but the first one has {first}: all images must "
+                "be of one kind, because 1 is white in floats, and 255 in the others"
+            )
+        if self.shape is None and len(pixels) != self.channels:
+            raise self._error(
+                f"{self.name(id)} is {kind_of(image)}, but the first one is a PIL image of which {self.channels} "
+                f"channel{'s' * (self.channels > 1)} are used (--data.channels)"
+            )
+        if self.shape is not None and pixels.shape != self.shape:
+            raise self._error(
+                f"{self.name(id)} has the shape {list(pixels.shape)}, but the first one {list(self.shape)}: tensors "
+                "must have one size. Resize them in the Dataset, or return PIL images, which are resized and cropped"
+            )
+        return pixels
+
+    def _error(self, text: str) -> UserError:
+        return UserError(f"--{OPTION} {self.reference.short}: {text}.", every_process=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"dataset": self._pack(), "packed": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.reference.file:  # in which the dataset's class is defined
+            load_file(Path(self.reference.file))
+        self.dataset = self.dataset.unpack()
+
+    def _pack(self) -> Packed:
+        """The dataset, packed once for all workers. A large one that is mostly no tensors is not kept twice."""
+        packed = self.packed or Packed(self.dataset)
+        if len(packed.pickled) <= KEPT_BYTES:
+            self.packed = packed
+        return packed
+
+    def stays_here(self) -> bool:
+        """Whether it is an object of this program that no data worker can make: then the first start says so."""
+        if self.reference.module != OBJECT:
+            return False
+        try:
+            self.check_picklable()
+        except UserError as error:
+            if self.split == "train" and is_first_process():
+                LOGGER.warning(f"loading images in this process, without workers. {error}")
+            return True
+        return False
+
+    def check_picklable(self) -> None:
+        """Raise UserError if the dataset cannot be sent to a data worker."""
+        advice = "Define its class and its functions at the top of the file, without lambda"
+        if self.reference.module == OBJECT:
+            advice = "Import its class and its functions from a file of their own"
+        try:
+            packed = self._pack()
+            if self.reference.module == OBJECT and b"__main__" in packed.pickled:
+                raise TypeError("it is defined in the program itself")
+        except Exception as error:
+            raise UserError(
+                f"--{OPTION} {self.reference.short}: the {self.split} dataset cannot be sent to data workers "
+                f"({described(error, self.reference).rstrip('.')}). {advice}, or load in this process: "
+                "--data.workers 0."
+            ) from error
+
+
+EXPECTED = "expected a PIL image, a uint8 tensor [C, H, W] or a float tensor [C, H, W]"
+
+
+def read_item(dataset: Any, id: int, reference: Reference, name: str) -> tuple[Any, Label]:
+    """The image and the label of an item. Raises UserError."""
+    where = f"--{OPTION} {reference.short}: {name}"
+    try:
+        item = dataset[id]
+    except Exception as error:
+        raise UserError(f"{where} cannot be read: {described(error, reference)}", every_process=False) from error
+    if not (isinstance(item, (tuple, list)) and len(item) == 2):
+        raise UserError(f"{where} is {kind_of(item)}; expected a pair (image, label).", every_process=False)
+    try:
+        return item[0], as_label(item[1])
+    except (TypeError, ValueError):
+        raise UserError(
+            f"{where} has the label {str(item[1])[:40]!r} ({type(item[1]).__name__}); expected a whole number, or "
+            "a row of 0 and 1 for several labels.",
+            every_process=False,
+        ) from None
+
+
+def as_label(value: Any) -> Label:
+    """A whole number, or a row of 0 and 1, also of NumPy's or in a tensor. Raises TypeError or ValueError."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, (list, tuple)):
+        if any(number not in (0, 1) for number in value):
+            raise ValueError(value)
+        return [int(number) for number in value]
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError(value)
+    if isinstance(value, (str, bytes)):
+        raise TypeError(value)
+    return int(value)
+
+
+def as_pixels(image: Any, channels: int, value_range: ValueRange | None = None) -> Tensor | None:
+    """An item's image as a tensor, uint8 or float32 [C, H, W]; None if it is of another kind. Raises ImageError."""
+    if isinstance(image, Image.Image):
+        return to_tensor(image, channels, value_range)
+    if not isinstance(image, Tensor) or image.ndim != 3:
+        return None
+    image = image.as_subclass(Tensor)  # torchvision has classes of its own
+    if image.is_floating_point():
+        floats: Tensor = image.float()
+        return floats
+    return image if image.dtype == torch.uint8 else None
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in words: "an int64 tensor [3, 8, 8]"."""
+    if isinstance(value, Tensor):
+        return f"a tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"a NumPy array {value.dtype} {list(value.shape)}"
+    return f"of type {type(value).__name__}"
+
+
+def seed_generators(key: int) -> None:
+    """Seed the global generators of torch (on the CPU), NumPy and Python."""
+    torch.default_generator.manual_seed(key)
+    np.random.seed(key % 2**32)
+    random.seed(key)
+
+
+@contextmanager
+def restored_generators() -> Iterator[None]:
+    """Restore at the end what `seed_generators` changes."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+# A user's Dataset on its way to data workers: with few file descriptors, however many tensors it keeps.
+#
+# torch sends the memory of each tensor by a file descriptor of its own, and a worker can be sent some 250. Here all
+# small tensors lie in one block of shared memory. Large ones are shared as they are, without a copy.
+#
+# The user's tensors become views of that block, so that their bytes are in memory only once. (torch moves a tensor that
+# it sends, too.)
+
+
+LARGE = 2**24  # bytes of a tensor's memory that is shared as it is,
+MOST_LARGE = 32  # of at most so many tensors
+ALIGNMENT = 64  # bytes, a multiple of the size of every dtype's element
+
+Place = tuple[int, int]
+"""Of a storage: the number of the shared tensor in which it lies, and the first byte there."""
+
+
+class Packed:
+    """An object, pickled, beside the shared memory in which its tensors lie. May itself be sent to any number of
+    workers."""
+
+    def __init__(self, value: Any) -> None:
+        """Raises what pickling `value` raises."""
+        stream = BytesIO()
+        pickler = _Pickler(stream)
+        pickler.dump(value)
+        self.pickled = stream.getvalue()
+        block = torch.empty(max(1, pickler.block_bytes), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        for first, storage in pickler.small:
+            block[first : first + storage.nbytes()] = _bytes_of(storage)
+        self.memory = [block, *map(_bytes_of, pickler.large)]
+        for tensor in pickler.tensors:
+            _move(tensor, block, *pickler.places[tensor.as_subclass(Tensor).untyped_storage()._cdata])
+        del pickler  # which holds the tensors' old memory
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # glibc would keep it; other C libraries do not have this function
+
+    def unpack(self) -> Any:
+        """The object; its tensors are views of the shared memory."""
+        return _Unpickler(BytesIO(self.pickled), self.memory).load()
+
+
+class _Pickler(ForkingPickler):
+    def __init__(self, stream: BytesIO) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self.small: list[tuple[int, torch.UntypedStorage]] = []  # with their first bytes in the block
+        self.large: list[torch.UntypedStorage] = []
+        self.block_bytes = 0
+        self.tensors: list[Tensor] = []
+        self.places: dict[int, Place] = {}  # by the address of a storage, which `small` and `large` keep alive
+
+    def persistent_id(self, value: Any) -> Any:
+        """The memory of a tensor: its place, in place of its bytes."""
+        return self._place(value) if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu" else None
+
+    def reducer_override(self, value: Any) -> Any:
+        """How a tensor is rebuilt from its memory. One that is not plain numbers in memory is pickled by value."""
+        if isinstance(value, torch.storage.TypedStorage):
+            return value.__reduce__()  # type: ignore[no-untyped-call]
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        plain = value.device.type == "cpu" and value.layout == torch.strided and not value.is_quantized
+        if not plain or value.requires_grad or value.is_conj() or value.is_neg():
+            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        self.tensors.append(value)
+        base = value.as_subclass(Tensor)
+        view = base.dtype, base.storage_offset(), tuple(base.shape), base.stride()
+        arguments = (type(value), base.untyped_storage(), *view)
+        return (_rebuild, arguments, value.__dict__) if value.__dict__ else (_rebuild, arguments)
+
+    def _place(self, storage: torch.UntypedStorage) -> Place:
+        address, size = storage._cdata, storage.nbytes()
+        if address not in self.places:
+            if size >= LARGE and len(self.large) < MOST_LARGE:
+                self.large.append(storage)
+                self.places[address] = (len(self.large), 0)
+            else:
+                self.small.append((self.block_bytes, storage))
+                self.places[address] = (0, self.block_bytes)
+                self.block_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+        return self.places[address]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: BytesIO, memory: list[Tensor]) -> None:
+        super().__init__(stream)
+        self.memory = [tensor.untyped_storage() for tensor in memory]
+
+    def persistent_load(self, place: Place) -> tuple[torch.UntypedStorage, int]:
+        number, first = place
+        return self.memory[number], first
+
+
+def _move(tensor: Tensor, block: Tensor, number: int, first: int) -> None:
+    """Make a tensor, whose bytes are in the block from `first` on, a view of the block."""
+    # torch refuses to move what detach() returned, and tensors of inference mode: they stay where they are.
+    with DisableTorchFunctionSubclass(), contextlib.suppress(RuntimeError):
+        if number == 0:
+            offset = first // tensor.element_size() + tensor.storage_offset()
+            tensor.set_(block.untyped_storage(), offset, tensor.shape, tensor.stride())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _rebuild(
+    kind: type[Tensor],
+    memory: tuple[torch.UntypedStorage, int],
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> Tensor:
+    """A tensor of the class `kind`, `offset` elements behind the beginning of its memory."""
+    storage, first = memory
+    tensor = torch.empty(0, dtype=dtype)
+    tensor.set_(storage, first // tensor.element_size() + offset, shape, stride)
+    return tensor if kind is Tensor else tensor.as_subclass(kind)
+
+
+# The labels of a user's Dataset: its `targets`, or read once item by item and recorded.
+
+
+def labels_of(dataset: Any, reference: Reference, split: str, record: Path | None) -> Tensor:
+    """The labels of all items, int64 [n], or bool [n, classes] if they are rows of 0 and 1.
+
+    Its `targets`, else those recorded before, else read item by item.
+
+    `record`: folder in which the main process keeps labels that had to be read. Collective. Raises UserError.
+    """
+    where = f"--{OPTION} {reference.short}: {split}"
+    try:
+        targets = known_labels(dataset)
+        # A copy: a tensor that the Dataset keeps is moved to shared memory when the Dataset is sent to workers, and
+        # labels in its old memory would be lost.
+        labels = None if targets is None else torch.tensor(targets)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where} has `targets` that are not whole numbers ({error}).") from error
+    if labels is not None:
+        if labels.ndim == 2 and len(labels) == len(dataset) and bool(((labels == 0) | (labels == 1)).all()):
+            return labels.bool()
+        if labels.is_floating_point() or labels.ndim != 1 or len(labels) != len(dataset):
+            raise UserError(
+                f"{where} has {len(dataset)} items, and `targets` of {str(labels.dtype).removeprefix('torch.')} "
+                f"{list(labels.shape)}; expected a whole number for each item, or a row of 0 and 1 for several labels."
+            )
+        return labels.long()
+    path = code_file(reference)
+    kept = None if record is None or path is None else record / f"labels-{split}-{file_hash(path)[:12]}.npy"
+    if kept is not None and kept.is_file() and (recorded := _recorded(kept, len(dataset))) is not None:
+        return recorded
+    labels = _read_labels(dataset, reference, split)
+    if kept is not None and _rank() == 0 and kept.parent.is_dir():
+        content = BytesIO()
+        np.save(content, labels.numpy())
+        try:
+            atomic_write(kept, content.getvalue())
+        except OSError as error:  # the next start will read them again
+            LOGGER.warning(f"{kept} cannot be written ({error.strerror}).")
+    return labels
+
+
+def _recorded(path: Path, count: int) -> Tensor | None:
+    """The labels in the file, or None if it is not one of `count` labels."""
+    try:
+        require_regular_file(path, follow=True)
+        labels = np.load(path, mmap_mode="r", allow_pickle=False)  # reads nothing before its shape is known to be right
+    except (OSError, ValueError, EOFError, OverflowError):
+        return None
+    kind = {1: np.dtype(np.int64), 2: np.dtype(np.bool_)}.get(labels.ndim)
+    if labels.dtype != kind or len(labels) != count or labels.nbytes > MAX_LOG_BYTES or labels.min(initial=0) < 0:
+        return None
+    return torch.from_numpy(np.array(labels))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _read_labels(dataset: Any, reference: Reference, split: str) -> Tensor:
+    """Read all items for their labels. The processes share the work. Collective."""
+    rank, processes = _rank(), dist.get_world_size() if dist.is_initialized() else 1
+    if rank == 0:
+        text = f"reading the labels of {len(dataset)} {split} samples: {reference.short} gives no `targets`"
+        print_line(text, sys.stderr)
+    own: list[Label] | str
+    try:
+        with restored_generators():
+            own = []
+            for id in range(rank, len(dataset), processes):
+                seed_generators(id)
+                own.append(read_item(dataset, id, reference, f"{split} sample {id}")[1])
+    except UserError as error:
+        own = str(error)
+    everyone: list[list[Label] | str | None] = [own]
+    if processes > 1:
+        everyone = [None] * processes
+        dist.all_gather_object(everyone, own)
+    for found in everyone:
+        if isinstance(found, str):
+            raise UserError(found)
+    labels: list[Label] = [0] * len(dataset)
+    for number, found in enumerate(everyone):
+        labels[number::processes] = cast("list[Label]", found)
+    if all(isinstance(label, int) for label in labels):
+        return torch.tensor(labels, dtype=torch.int64)
+    lengths = [len(label) if isinstance(label, list) else 0 for label in labels]
+    other = next((id for id, length in enumerate(lengths) if length != lengths[0]), None)
+    if other is not None:
+        words = [f"a row of {length} numbers" if length else "one number" for length in (lengths[0], lengths[other])]
+        raise UserError(
+            f"--{OPTION} {reference.short}: {split} sample {other} has {words[1]} as its label, but sample 0 has "
+            f"{words[0]}; expected the same of all."
+        )
+    return torch.tensor(labels, dtype=torch.bool)
+
+
+def weights_of(dataset: Any, reference: Reference) -> Tensor | None:
+    """The `weights` of the training items, float64 [n]; None if the dataset has none. Raises UserError."""
+    if isinstance(dataset, Subset) and not hasattr(dataset, "weights"):
+        inner = weights_of(dataset.dataset, reference)
+        return None if inner is None else inner[torch.as_tensor(dataset.indices, dtype=torch.int64)]
+    found = getattr(dataset, "weights", None)
+    try:
+        return None if found is None else torch.tensor(np.asarray(found, dtype=np.float64))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--{OPTION} {reference.short}: train has `weights` that are not numbers ({error}).") from error
+
+
+def user_data(data: Data, reference: Reference, record: Path | None) -> Splits:
+    """The splits that the user's function returns. Collective if labels have to be read.
+
+    `record`: folder in which the main process keeps labels that had to be read item by item. Raises UserError.
+    """
+    returned = call(OPTION, reference, load(OPTION, reference), {"root": data.root}, {})
+    short = reference.short
+    where, got = f"--{OPTION} {short}", "found" if reference.module == OBJECT else "returned"
+    if isinstance(returned, Splits):
+        return returned
+    if not isinstance(returned, Mapping):
+        raise UserError(f'{where}: {got} a value {kind_of(returned)}; expected a dict {{"train": Dataset, …}}.')
+    datasets: dict[str, Any] = {}
+    for name, dataset in returned.items():
+        if name not in SPLIT_NAMES:
+            hint = nearest(str(name), SPLIT_NAMES)
+            raise UserError(f"{where}: {got} a split {str(name)!r}; expected train, val or test.{hint}")
+        if dataset is not None:
+            datasets[SPLIT_NAMES[name]] = _map_style(dataset, f"{where}: {name}")
+    if "train" not in datasets:
+        raise UserError(f"{where}: {got} no split 'train', only {', '.join(map(str, returned)) or 'none'}.")
+    if all(type(dataset).__module__.startswith("datasets.") for dataset in datasets.values()):
+        return _hugging_face(data, datasets, where)
+    classes = _classes(datasets, where)
+    train = datasets["train"]
+    with restored_generators():
+        seed_generators(0)
+        image, _ = read_item(train, 0, reference, "train sample 0")
+    try:
+        pixels = as_pixels(image, data.channels, data.range)
+    except ImageError as error:
+        raise UserError(f"{where}: train sample 0 cannot be read: {error}.") from error
+    if pixels is None:
+        raise UserError(f"{where}: train sample 0 is {kind_of(image)}; {EXPECTED}.")
+    shape = None if isinstance(image, Image.Image) else pixels.shape
+    if shape is not None and shape[1] != shape[2]:
+        raise UserError(
+            f"{where}: the images are tensors of {shape[1]}x{shape[2]} pixels; expected squares. Crop or resize them "
+            "in the Dataset, or return PIL images, which are resized and cropped."
+        )
+    labels = {split: labels_of(dataset, reference, split, record) for split, dataset in datasets.items()}
+    classes = classes or numbered(where, labels.values())
+    sources: dict[str, Source] = {
+        split: _in_memory(dataset, f"{short} {split}", labels[split], pixels)
+        or UserDataset(dataset, reference, split, labels[split], data.channels, shape, data.range, pixels.dtype)
+        for split, dataset in datasets.items()
+    }
+    channels = pixels.shape[0]
+    largest = largest_of_16_bits(image) if isinstance(image, Image.Image) else None
+    is_float = pixels.is_floating_point()
+    if is_float:
+        mean, std = (0.0,) * channels, (1.0,) * channels
+    else:
+        mean, std = default_mean_std(channels) if channels in (1, 3) else ((0.5,) * channels, (0.25,) * channels)
+    return splits_of_files(
+        data,
+        classes,
+        sources,
+        channels=channels,
+        image_size=None if shape is None else shape[1],
+        mean=mean,
+        std=std,
+        # Only then: a Dataset may call something else its weights.
+        train_weights=weights_of(train, reference) if data.sampler == "weights" else None,
+        notes=tuple(few_bits_notes([largest])) if data.range is None and largest is not None else (),
+        full_scale=1 if is_float else 255,
+        value_range=data.range if shape is None else None,
+    )
+
+
+def _in_memory(dataset: Any, label: str, labels: Tensor, like: Tensor) -> ArraySource | None:
+    """A TensorDataset as a source that needs no workers; None if it is another Dataset.
+
+    `like`: the first image of the training split.
+    """
+    if type(dataset) is not TensorDataset or dataset.tensors[0].shape[1:] != like.shape:
+        return None
+    images = dataset.tensors[0].as_subclass(Tensor).cpu()
+    images = images.float() if images.is_floating_point() else images
+    return ArraySource(label, images, labels) if images.dtype == like.dtype else None
+
+
+def _hugging_face(data: Data, datasets: dict[str, Any], where: str) -> Splits:
+    from accel_train.data.sources.hub import splits_of_tables
+
+    for split, dataset in datasets.items():
+        if dataset.format["type"] == "custom":
+            raise UserError(
+                f"{where}: {split} has a transform of its own, which would be left out. Remove it (set_format(None)): "
+                "images are resized, augmented and normalised by the options of augment."
+            )
+    tables = {split: dataset.with_format(None) for split, dataset in datasets.items()}
+    return splits_of_tables(data, tables, {split: split for split in tables})
+
+
+def _map_style(dataset: Any, where: str) -> Any:
+    """The dataset. Raises UserError unless it has a length and items."""
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        if isinstance(dataset, DataLoader):
+            raise UserError(f"{where} is a DataLoader; expected its Dataset (loader.dataset). Batches are made here.")
+        raise UserError(
+            f"{where} is {kind_of(dataset)}, without a length or items by number; expected a map-style Dataset "
+            "(__len__ and __getitem__), in which a sample can be found again after a restart."
+        )
+    if not len(dataset):
+        raise UserError(f"{where} is empty.")
+    return dataset
+
+
+def _classes(datasets: dict[str, Any], where: str) -> tuple[str, ...] | None:
+    """The names of the classes; None if the datasets have none. Raises UserError if the splits have different ones."""
+    names: tuple[str, ...] | None = None
+    for split, dataset in datasets.items():
+        found = _own_classes(dataset, f"{where}: {split}")
+        if names is None:
+            names = found
+        elif found is not None and found != names:
+            first = f"{len(names)} there, {len(found)} here"
+            if len(names) == len(found):
+                label = next(label for label in range(len(names)) if names[label] != found[label])
+                first = f"class {label} is {names[label]!r} there and {found[label]!r} here"
+            raise UserError(f"{where}: {split} does not have the classes of the other splits ({first}).")
+    return names
+
+
+def _own_classes(dataset: Any, where: str) -> tuple[str, ...] | None:
+    """The names that a dataset has; None: none. Raises UserError if it joins parts whose numbers mean other classes."""
+    while isinstance(dataset, Subset) and not (hasattr(dataset, "classes") or hasattr(dataset, "num_classes")):
+        dataset = dataset.dataset
+    if isinstance(dataset, ConcatDataset) and not (hasattr(dataset, "classes") or hasattr(dataset, "num_classes")):
+        named = {number: names for number, part in enumerate(dataset.datasets) if (names := _own_classes(part, where))}
+        first = next(iter(named), 0)
+        for number, names in named.items():
+            if names != named[first]:
+                raise UserError(
+                    f"{where} joins datasets of other classes: part {first} has {first_of(named[first], 5)}, part "
+                    f"{number} has {first_of(names, 5)}. The same number would mean two classes: map the labels to one "
+                    "list of classes, and give the joined dataset this list as `classes`."
+                )
+        return named.get(first)
+    if hasattr(dataset, "classes"):
+        return tuple(map(str, dataset.classes))
+    return tuple(map(str, range(int(dataset.num_classes)))) if hasattr(dataset, "num_classes") else None

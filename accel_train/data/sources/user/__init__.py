@@ -1,1 +1,0 @@
-"""Datasets of a user's own function."""
