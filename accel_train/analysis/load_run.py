@@ -31,6 +31,7 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
     `uses`: the options whose code will be run, if they name a user's own code; with "data.name" the data will be read,
     and with "model.name" the model be made. The run may be somebody else's: raises UntrustedError if that would execute
     or fetch what the run, not one of `overrides`, names, unless `trust_code`. Then code is the text that the run keeps.
+    The folder of --data.stage, into which files are copied, is the run's with `trust_code` alone, else the default.
     Objects that were given (user_code/objects.py) take the place of those of the run. Raises UserError.
     """
     config = parse_run(run, overrides)
@@ -57,7 +58,7 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
         raise UntrustedError(f"{run} is a run, and this would {' and '.join(would)}")
     for option, name in given.items():
         config = _with(config, option, name)
-    return config
+    return config if trust_code or "data.stage" in named else _with(config, "data.stage", None)
 
 
 def _with(config: Config, option: str, setting: Any) -> Config:
@@ -87,11 +88,13 @@ def _is_plain(argument: Any) -> bool:
 
 
 def _fetched(config: Config, named: Container[str]) -> list[str]:
-    """What would be fetched for the data that the run names: its URL, or its data set of a hub."""
+    """What would be fetched for the data that the run names, its URL or its data set of a hub, and into which folder."""
+    stage = config.data.stage
+    target = "" if stage is None or "data.stage" in named else f" into --data.stage {stage}"
     if "data.name" not in named and config.data.name.startswith("hfds/"):
-        return [f"fetch --data.name {config.data.name}"]
+        return [f"fetch --data.name {config.data.name}{target}"]
     if "data.root" not in named and is_url(config.data.root):
-        return [f"fetch --data.root {config.data.root}"]
+        return [f"fetch --data.root {config.data.root}{target}"]
     return []
 
 

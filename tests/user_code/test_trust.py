@@ -139,6 +139,20 @@ def test_data_of_elsewhere_is_fetched_only_when_the_user_says_so(tmp_path: Path,
     assert read_config(run, uses=("data.name",), trust_code=False, overrides=own).data.root == tmp_path
 
 
+def test_no_file_is_copied_to_where_a_run_says_unless_the_user_says_so(tmp_path: Path) -> None:
+    run, elsewhere, own = tmp_path / "run", tmp_path / "elsewhere", ["--data.stage", str(tmp_path / "own")]
+
+    def stage(*overrides: str, trust: bool = False) -> Path | None:
+        return read_config(run, uses=("data.name",), trust_code=trust, overrides=overrides).data.stage
+
+    write_run(run, f"data: {{name: wds, root: {tmp_path}, stage: {elsewhere}}}")
+    assert stage() is None and stage(*own) == tmp_path / "own" and stage(trust=True) == elsewhere
+    write_run(run, f"data: {{name: wds, root: 'https://somewhere/shards', stage: {elsewhere}}}")
+    with pytest.raises(UserError, match=f"would fetch --data.root https:.*shards into --data.stage {elsewhere}"):
+        stage()
+    assert stage("--data.root", str(tmp_path)) is None and stage(trust=True) == elsewhere
+
+
 def test_a_start_tells_of_changed_code_and_of_a_changed_module_that_it_imports(tmp_path: Path) -> None:
     run, own = tmp_path / "run", tmp_path / "own"
     own.mkdir()
