@@ -88,7 +88,7 @@ def _is_plain(argument: Any) -> bool:
 
 
 def _fetched(config: Config, named: Container[str]) -> list[str]:
-    """What would be fetched for the data that the run names, its URL or its data set of a hub, and into which folder."""
+    """What would be fetched for the data that the run names, its URL or data set of a hub, and into which folder."""
     stage = config.data.stage
     target = "" if stage is None or "data.stage" in named else f" into --data.stage {stage}"
     if "data.name" not in named and config.data.name.startswith("hfds/"):
