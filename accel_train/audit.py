@@ -40,6 +40,7 @@ from accel_train.launch.process import available_cores
 from accel_train.untrusted import read_json_object
 from accel_train.user_code.reference import OBJECT, short_name
 
+CHUNK = 64  # images of one job
 THUMBNAIL = 16  # pixels a side
 COPY, SMALL_COPY = 64, 32  # pixels a side of what thumbnail and hash are computed from; the latter of small images
 DISTANCE = 4  # bits
@@ -292,7 +293,7 @@ def _look_at_all(images: Images, processes: int | None, *, shows_progress: bool)
     sources = list(images.sources.values())
     records = np.zeros(len(images), RECORD)
     unreadable: list[Unreadable] = []
-    jobs = jobs_of(sources)
+    jobs = jobs_of(sources, CHUNK)
     with ProgressDisplay("decod", len(images), quiet=not shows_progress) as shown:
         looked = in_processes(look, sources, jobs, processes or available_cores())
         for (number, first, last), (part, bad) in zip(jobs, looked, strict=True):

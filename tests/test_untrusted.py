@@ -272,7 +272,7 @@ EXCEPTIONS = {
     "export.formats": "a new folder",
     "checkpoint.own_optimizer": "bytes in memory, which it has just written",
     "cli.of_run.predict": "temporary files beside what the user names", "cli.of_recipe.bench": "what the user names",
-    "data.tools.shard_writer": "a folder that the user names",
+    "data.tools.shards": "a folder that it has just made",
     # Checked before
     "checkpoint.format": "verify_files has found regular files", "checkpoint.weights": "require_regular_file",
     "config.recipe": "train <(…): a pipe is meant, and read to a bound",

@@ -80,16 +80,13 @@ class Shards(_Images):
 
     Train on it with --data.name wds --data.root OUTPUT: images, labels, classes and splits are the same. Image files
     are copied, arrays become PNG; or images are made smaller. The samples are shuffled, because shards of a single
-    class make bad batches for a reader that has only a few shards at a time. If the command is killed, the same command
-    continues.
+    class make bad batches for a reader that has only a few shards at a time. OUTPUT is complete or absent.
     """
 
     output: Annotated[Positional[Path], arg(metavar="OUTPUT")]
     """The folder to write: a new or an empty one."""
     shard_size: str = "256MB"
     """Largest size of a shard, such as 64MB or 1GB."""
-    shard_samples: int | None = None
-    """Largest number of samples in a shard."""
     encoding: Literal["copy", "jpeg", "raw"] = "copy"
     """copy: the images' own files; jpeg: made smaller, quality 90; raw: made smaller and stored as pixels in PPM files,
     the fastest to read, with ten times the space of jpeg. raw keeps the order of the data."""
@@ -109,7 +106,7 @@ class Shards(_Images):
     """Leave out the images in this list, as in --data.skip-unreadable."""
 
     def mistakes(self) -> list[str]:
-        wrong = below_one(shard_samples=self.shard_samples, short_side=self.short_side) + super().mistakes()
+        wrong = below_one(short_side=self.short_side) + super().mistakes()
         wrong += [] if self.channels in (1, 3) else [f"--channels: expected 1 or 3, found {self.channels}."]
         for name, value in (("val", self.val_fraction), ("test", self.test_fraction)):
             if not 0 <= value < 1:
@@ -169,7 +166,6 @@ def shards(arguments: Sequence[str]) -> int:
         replace(options.data(), name=resolve("data.name", options.name, Path.cwd())),
         options.output,
         shard_size=options.shard_size,
-        shard_samples=options.shard_samples,
         encoding=options.encoding,
         short_side=options.short_side or SHORT_SIDE,
         keep_order=options.keep_order,
@@ -177,8 +173,6 @@ def shards(arguments: Sequence[str]) -> int:
         processes=options.processes,
         shows_progress=True,
     )
-    if written.was_there:
-        print_line(f"{options.output} is complete: nothing is left to do.")
     size = f"{written.shards:,} shard{'s' * (written.shards != 1)}, {written.bytes / 1e9:.3f} GB"
     print_line(f"{written.images:,} images in {size}. Train on them with")
     print_line(f"  accel-train train RECIPE {shlex.join(written.options)}", wraps=False)

@@ -41,7 +41,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from accel_train.config.groups.data import Data
 from accel_train.config.url import check_protocol, expanded, folder_of, is_url
-from accel_train.data.sources.files.webdataset import LISTS, check_finished, listed_shards
+from accel_train.data.sources.files.webdataset import LISTS, listed_shards
 from accel_train.errors import LOGGER, UserError, counted, is_terminal, reason_of, writing
 from accel_train.files import atomic_write, fsync, open_to_write, sha256
 from accel_train.launch.agreement import once_a_node
@@ -150,8 +150,6 @@ class Storage:
 
     def manifest(self) -> Manifest:
         """What is there now."""
-        if self.scheme == "file":
-            check_finished(Path(self.folder))
         with ThreadPoolExecutor(QUESTIONS) as pool:
             small = {"wds": (SUMS, *LISTS), "tar": (SUMS,)}.get(self.kind, ())
             texts = {name: text for name, text in zip(small, pool.map(self._small, small), strict=True) if text}

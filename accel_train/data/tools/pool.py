@@ -17,47 +17,37 @@ from accel_train.data.sources.user import UserDataset
 from accel_train.data.worker_processes import end_with_trainer
 from accel_train.errors import print_line
 
-CHUNK = 64  # images of one job
-
-Job = tuple[int, int, int]
-"""Number of the source, first image, last image + 1."""
 T = TypeVar("T")
 
 
-def jobs_of(sources: list[Source]) -> list[Job]:
-    """Divide all images of the sources into jobs."""
+def jobs_of(sources: list[Source], chunk: int) -> list[tuple[int, int, int]]:
+    """Divide all images of the sources into jobs of `chunk` images: the source's number, first and last image + 1."""
     return [
-        (number, first, min(first + CHUNK, len(source)))
+        (number, first, min(first + chunk, len(source)))
         for number, source in enumerate(sources)
-        for first in range(0, len(source), CHUNK)
+        for first in range(0, len(source), chunk)
     ]
 
 
 def in_processes(
-    work: Callable[..., T],
-    sources: list[Source],
-    jobs: Sequence[Job],
-    processes: int,
-    *arguments: Any,
-    of_job: Callable[[Job], tuple[Any, ...]] = lambda job: (),
+    work: Callable[..., T], sources: list[Source], jobs: Sequence[tuple[Any, ...]], processes: int, *arguments: Any
 ) -> Iterator[T]:
-    """Yield the result of `work(source, first, last, *arguments, *of_job(job))` of each job, in the order of the jobs.
+    """Yield the result of `work(sources[number], …, *arguments)` of each job (number, …), in the order of the jobs.
 
-    `of_job` is called in this process, a while before the job begins. If a source is an object of this program that no
-    other process can make, this process does all.
+    If a source is an object of this program that no other process can make, this process does all.
     """
     held = [unwrap_subset(source)[0] for source in sources]
     if any(isinstance(each, UserDataset) and each.stays_here() for each in held):
         processes = 1
     processes = min(processes, len(jobs))
     if processes <= 1:
-        for number, first, last in jobs:
-            yield work(sources[number], first, last, *arguments, *of_job((number, first, last)))
+        for number, *job in jobs:
+            yield work(sources[number], *job, *arguments)
         return
     with process_pool(processes, work.__module__, _start, sources) as pool:
         pending: deque[Future[T]] = deque()
-        for job in jobs:
-            pending.append(pool.submit(_run, work, job, arguments + of_job(job)))
+        for number, *job in jobs:
+            pending.append(pool.submit(_run, work, number, *job, *arguments))
             if len(pending) >= 4 * processes:  # so that the queue does not hold a million images
                 yield pending.popleft().result()
         while pending:
@@ -73,20 +63,17 @@ def _start(sources: list[Source]) -> None:
     _sources[:] = sources
 
 
-def _run(work: Callable[..., T], job: Job, arguments: tuple[Any, ...]) -> T:
-    number, first, last = job
-    return work(_sources[number], first, last, *arguments)
+def _run(work: Callable[..., T], number: int, *arguments: Any) -> T:
+    return work(_sources[number], *arguments)
 
 
 class ProgressDisplay:
     """The progress: a bar on a terminal, otherwise a line after every tenth of the images."""
 
-    def __init__(self, verb: str, total: int, done: int = 0, *, quiet: bool = False) -> None:
-        """`verb`: "decod", which becomes "decoding" and "decoded". `done`: images that were finished before. `quiet`:
-        nothing is shown."""
+    def __init__(self, verb: str, total: int, *, quiet: bool = False) -> None:
+        """`verb`: "decod", which becomes "decoding" and "decoded". `quiet`: nothing is shown."""
         self.console = console = Console(soft_wrap=True, highlight=False, markup=False)
-        self.verb, self.total, self.done, self.quiet = verb, total, done, quiet
-        self.printed = 10 * done // total if total else 0
+        self.verb, self.total, self.done, self.quiet, self.printed = verb, total, 0, quiet, 0
         self.bar = Progress(
             TextColumn(f"{verb}ing"),
             BarColumn(),
@@ -96,7 +83,7 @@ class ProgressDisplay:
             console=console,
             disable=quiet or not console.is_terminal or not total,
         )
-        self.task = self.bar.add_task("", total=total, completed=done, note="")
+        self.task = self.bar.add_task("", total=total, note="")
 
     def __enter__(self) -> ProgressDisplay:
         self.bar.start()

@@ -274,12 +274,6 @@ def test_a_disk_that_fills_up_meanwhile_is_no_fault_of_the_storage(
         stage(data(f"{server.url}/{BRACES}", tmp_path))
 
 
-def test_shards_that_are_still_written_are_not_copied(folder: Path, tmp_path: Path) -> None:
-    (folder / ".accel-train-shards.partial").touch()
-    with pytest.raises(UserError, match="not all of its shards are written"):
-        stage(data(folder, tmp_path))
-
-
 @pytest.mark.parametrize("url", ["ftp://a/b", "reference://a", "zip://b.tar::https://a/b.zip", "https://a/b::s3://c"])
 def test_other_protocols_and_chains_are_refused(url: str, tmp_path: Path) -> None:
     for ask in (lambda: stage(data(url, tmp_path)), lambda: check_root(Data("wds", Url(url)))):

@@ -149,13 +149,6 @@ class TestContent:
         source = unwrap_subset(load_splits(again, 0).train)[0]
         assert isinstance(source, TarImages) and isinstance(source.open(0), RawImage)
 
-    def test_other_settings_are_other_shards(self, original: Path, tmp_path: Path) -> None:
-        data = Data(name="folder", root=original)
-        written(data, tmp_path)
-        for change in ({"short_side": 16}, {"encoding": "jpeg"}, {"encoding": "copy"}):
-            with pytest.raises(UserError, match="has shards of other images or settings"):
-                written(data, tmp_path, **change)
-
 
 class TestReading:
     @pytest.mark.ci

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -151,16 +151,6 @@ def _check_member(header: bytes, size: int, there: int) -> None:
         is_same = False
     if not is_same:
         raise ChangedError("the tar file has changed since its headers were read, without a new size or time")
-
-
-def packed(name: str, content: Any, kind: Literal[0, 1, 2] = tarfile.GNU_FORMAT) -> Iterator[Any]:
-    """A file in a tar file, piece by piece: a header without owner and time, the content (bytes or a buffer), and zeros
-    up to a whole number of blocks."""
-    info = tarfile.TarInfo(name)
-    info.size = len(content)
-    yield info.tobuf(kind, "utf-8", "surrogateescape")
-    yield content
-    yield bytes(-len(content) % tarfile.BLOCKSIZE)
 
 
 def members_of(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:

@@ -30,8 +30,6 @@ SEPARATOR = ";"
 """Between several labels of an image, as in a table."""
 LISTS = ("_info.json", "info.json")
 """Files that say which shards belong to which split, and may have the names of the classes."""
-UNFINISHED = ".accel-train-shards.partial"
-"""In a folder into which `accel-train shards` is writing."""
 
 
 def webdataset(data: Data, folder: Path | None = None) -> Splits:
@@ -50,14 +48,7 @@ def webdataset(data: Data, folder: Path | None = None) -> Splits:
 
 def index_of(data: Data, root: Path) -> Index:
     """Raises UserError."""
-    check_finished(root)
     return indexed(root, "wds", lambda progress: _look(root, progress), lambda: _places(root), verify=data.verify)
-
-
-def check_finished(root: Path) -> None:
-    """Raise UserError if `accel-train shards` has begun to write into the folder, and has not finished."""
-    if (root / UNFINISHED).exists():
-        raise UserError(f"{root}: not all of its shards are written; give the same `accel-train shards` command again.")
 
 
 def _root(data: Data) -> Path:
