@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from accel_train.config.groups.data import Data
 from accel_train.config.url import check_protocol, is_url
-from accel_train.data.sources.files.csv_rows import csv_rows
 from accel_train.errors import UserError
 from accel_train.user_code.reference import parse_reference
 
@@ -35,7 +34,8 @@ def check_root(data: Data) -> None:
         table = " To train on a table, give --data.name csv." if root.suffix.lower() == ".csv" else ""
         raise UserError(f"--data.root {root} {what}; name the folder that holds train/ or the class folders.{table}")
     if kind == "csv" and not root.is_file():
-        next(csv_rows(root), None)  # says what it is
+        what = "is not a regular file" if root.exists() else "does not exist"
+        raise UserError(f"--data.root {root} {what}; name a CSV file.")
     named = NAMED.get(data.name, NAMED.get(kind))
     if named is not None and not root.exists():
         raise UserError(f"--data.root {root} does not exist; name {named}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import posixpath
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -381,29 +380,3 @@ def _stats_alone(file: Path) -> Stats:
     except (OSError, ValueError):  # as of a long name
         return MISSING
     return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else MISSING
-
-
-def why_missing(root: Path, path: str) -> str:
-    """A hint on why `path` is not a file, or on what it may mean. Or "".
-
-    A link that leads nowhere, a folder, or a file whose name differs only in its ending or in capital letters.
-    """
-    if "\\" in path:
-        return " Write / instead of \\."
-    parts = path.split("/")
-    for count in range(1, len(parts) + 1):
-        above = "/".join(parts[:count])
-        link = root / above
-        # Not Path.exists: it raises an error for a link to itself.
-        if os.path.islink(link) and not os.path.exists(link):  # noqa: PTH110, PTH114
-            return f" '{above}' is a link, and its target {link.readlink()} does not exist."
-    if os.path.isdir(root / path):  # noqa: PTH112 -- no error for a long name
-        return f" '{path}' is a folder."
-    folder, _, name = path.rpartition("/")
-    stem = name.partition(".")[0].casefold()
-    try:
-        names = [file.name for file in (root / folder).iterdir()]
-    except OSError:
-        return f" There is no folder '{folder}'." if folder else ""
-    similar = [other for other in names if other.partition(".")[0].casefold() == stem and other != name]
-    return f" Did you mean '{posixpath.join(folder, min(similar))}'?" if similar else ""

@@ -7,13 +7,16 @@ sorted as numbers here, and as text in a folder.
 
 from __future__ import annotations
 
+import csv
+import difflib
 import hashlib
+import io
 import json
 import math
 import posixpath
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,12 @@ import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.csv_rows import Mistakes, columns_of, csv_rows, quoted, unused_notes
-from accel_train.data.sources.files.folder import MISSING, FileImages, file_stats, find_images, why_missing
+from accel_train.data.sources.files.folder import MISSING, FileImages, file_stats, find_images
 from accel_train.data.sources.files.index import Index, Progress, SplitFiles, indexed, splits_of_index
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
-from accel_train.errors import UserError, nearest
+from accel_train.errors import UserError, first_of, nearest, raise_mistakes
+from accel_train.untrusted import read_regular_file
 
 SEPARATOR = ";"
 """Between several labels of an image. Alone in a cell: the image has no label."""
@@ -67,8 +70,6 @@ def index_of(data: Data) -> Index:
     """Raises UserError."""
     path, columns = data.root, {"path": data.image_column, "label": data.label_column}
     given = {role: name for role, name in columns.items() if name is not None}
-    if not path.is_file():
-        return _look(path, given, Progress(path))  # says what it is
     # Other columns of the same table are other data.
     kind = f"csv-{path.name}" + "".join(f"-{role}={quote(name, safe='')}" for role, name in given.items())
     return indexed(path.parent, kind, lambda progress: _look(path, given, progress), verify=data.verify)
@@ -85,8 +86,7 @@ def _look(path: Path, given: Mapping[str, str], progress: Progress) -> Index:
     missing = np.flatnonzero((stats == MISSING).all(1)).tolist()
     for index in missing:
         image = rows.paths[index]
-        hint = "" if mistakes.has("missing") else why_missing(path.parent, image)
-        mistakes.add("missing", rows.numbers[index], f"there is no file '{image}' in {path.parent}.{hint}")
+        mistakes.add("missing", rows.numbers[index], f"there is no file '{image}' in {path.parent}.")
     mistakes.raise_all(but="missing")
     classes, labels = _labels(rows.labels)
     splits = np.array(rows.splits)
@@ -284,3 +284,142 @@ def _check_training_classes(
     for index in np.flatnonzero(is_untrained):
         name, split = classes[number[index]], rows.splits[index]
         mistakes.add("class", rows.numbers[index], f"the class '{name}' of this {split} image has no training image.")
+
+
+# Reads a CSV file row by row: which column is which, and the mistakes in its rows.
+
+
+DELIMITERS = ",\t;"
+"""The first of these that is in the header separates the cells: Excel writes ; where the comma is the decimal point."""
+SHOWN = 5  # rows with the same mistake that are named
+MAX_BYTES = 1 << 32  # some ten million rows
+LONGEST = 500  # characters of a message: a cell may have a hundred thousand
+
+COLUMNS = {
+    "path": ("path", "file", "filename", "filepath", "image"),
+    "label": ("label", "labels", "class", "target"),
+    "split": ("split",),
+    "weight": ("weight",),
+}
+"""The names that a column may have, in capital or small letters: "File name" and file_name are filename."""
+OPTIONS = {"path": "--data.image-column", "label": "--data.label-column"}
+"""With which a column may have another name."""
+
+Row = tuple[int, list[str]]
+"""Its number, as an editor shows it, and its cells without the spaces around them."""
+
+
+class Mistakes:
+    """Mistakes in the rows of a file: one line for each kind, with its first rows and the number of all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows: dict[str, list[int]] = {}
+        self._texts: dict[str, str] = {}
+
+    def add(self, kind: str, row: int, text: str) -> None:
+        """Record a mistake in `row`. The `text` of the first mistake of each `kind` is shown."""
+        self._texts.setdefault(kind, text if len(text) <= LONGEST else f"{text[:LONGEST]}…")
+        self._rows.setdefault(kind, []).append(row)
+
+    def raise_all(self, *, but: str = "") -> None:
+        """Raise UserError with all of them, if there are any of another kind than `but`."""
+        if self._rows.keys() - {but}:
+            raise_mistakes(map(self.line, self._rows))
+
+    def line(self, kind: str) -> str:
+        """The mistake of this kind as one line; "" if there is none."""
+        rows = self._rows.get(kind, [])
+        if not rows:
+            return ""
+        named = ", ".join(map(str, rows[:SHOWN])) + ", …" * (len(rows) > SHOWN)
+        others = f" {len(rows)} rows have such a mistake: {named}." if len(rows) > 1 else ""
+        return f"{self.path}, row {rows[0]}: {self._texts[kind]}{others}"
+
+
+def csv_rows(path: Path) -> Iterator[Row]:
+    """Yield the header and all rows of the CSV file `path`; rows without any text are skipped. Raises UserError."""
+    text = _read_text(path)
+    header = next((line for line in io.StringIO(text) if line.strip()), "")
+    delimiter = next((mark for mark in DELIMITERS if mark in header), ",")
+    # strict: a quotation mark that is never closed is an error, not the end of the file.
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
+    while True:
+        number = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise UserError(
+                f"{path}, row {number}: it is not valid CSV ({error}). Is a quotation mark missing, or one too many? "
+                'Inside quotation marks, a mark is written twice: "".'
+            ) from error
+        stripped = [cell.strip() for cell in cells]
+        if any(stripped):
+            yield number, stripped
+
+
+def _read_text(path: Path) -> str:
+    """The text of the file, without a byte order mark. Raises UserError."""
+    try:
+        content = read_regular_file(path, MAX_BYTES, follow=True)
+    except OSError as error:
+        raise UserError(f"--data.root {path} cannot be read ({error.strerror}); name a CSV file.") from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{path}, row {number}: it is not UTF-8. Save the table as UTF-8 (in Excel: as CSV UTF-8)."
+        ) from error
+    if "\0" in text:
+        number = text.count("\n", 0, text.index("\0")) + 1
+        raise UserError(f"{path}, row {number}: it has a NUL byte, so this is not a text file or it is damaged.")
+    return text
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]+", "", name).casefold()
+
+
+def columns_of(header: Sequence[str], given: Mapping[str, str], where: str) -> dict[str, int]:
+    """path, label, … -> number of the column. `given`: the names of some. Raises UserError if one is missing, or if two
+    could be meant."""
+    columns: dict[str, int] = {}
+    for role, usual in COLUMNS.items():
+        names = (_plain(given[role]),) if role in given else usual
+        found = [column for column, name in enumerate(header) if _plain(name) in names]
+        if len(found) > 1:
+            option = f"say which one with {OPTIONS[role]}, or " if role in OPTIONS and role not in given else ""
+            raise UserError(
+                f"{where}: the columns {quoted([header[column] for column in found])} could each be the {role}; "
+                f"{option}keep one of these names."
+            )
+        if found:
+            columns[role] = found[0]
+        elif role in given:
+            raise UserError(
+                f"{where}: there is no column '{given[role]}' for the {role}; found {quoted(header)}."
+                f"{nearest(given[role], header)}"
+            )
+        elif role in ("path", "label"):
+            raise UserError(
+                f"{where}: there is no column for the {role}; found {quoted(header)}, expected one of "
+                f"{', '.join(names)} in the first row. Name it with {OPTIONS[role]}."
+            )
+    return columns
+
+
+def unused_notes(unused: Sequence[str], used: Iterable[str], where: str) -> tuple[str, ...]:
+    """A warning for each of the `unused` columns whose name is like one that the table lacks. `used`: path, label, …"""
+    lacking = [role for role in COLUMNS if role not in used]
+    return tuple(
+        f"{where}: the column '{name[:50]}' is not used. Did you mean '{close[0]}'?"
+        for name in unused
+        if (close := difflib.get_close_matches(_plain(name), lacking, n=1, cutoff=0.75))
+    )
+
+
+def quoted(names: Sequence[str]) -> str:
+    return first_of([f"'{name[:50]}'" for name in names], 8)

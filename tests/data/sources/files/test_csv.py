@@ -183,20 +183,6 @@ def test_links_into_the_tables_folder_are_followed(images: Path, tmp_path: Path)
     assert len(splits.train) == 3 and len(splits.train.fetch([0, 1, 2])) == 3
 
 
-def test_a_link_that_leads_nowhere_is_told_with_its_target(images: Path) -> None:
-    (images / "lost.png").symlink_to("/mnt/disk/lost.png")
-    (images / "away").symlink_to("../not mounted")
-    (images / "6.png.bak").touch()
-    found = mistake(images, GOOD + "lost.png,x\n")
-    assert "there is no file 'lost.png'" in found
-    assert "'lost.png' is a link, and its target /mnt/disk/lost.png does not exist." in found
-    assert "Did you mean" not in found
-    assert "'away' is a link, and its target ../not mounted does not exist." in mistake(images, GOOD + "away/1.png,x\n")
-    (images / "round.png").symlink_to("round.png")
-    assert "'round.png' is a link, and its target round.png does not exist." in mistake(images, GOOD + "round.png,x\n")
-    assert "'a' is a folder." in mistake(images, GOOD + "a,x\n")
-
-
 GOOD = "path,label\n6.png,x\n7.png,y\n"
 
 
@@ -205,10 +191,6 @@ GOOD = "path,label\n6.png,x\n7.png,y\n"
     [
         (GOOD + "8.png,x\n", "row 4: there is no file '8.png' in "),
         (GOOD + "a,x\n", "row 4: there is no file 'a' in "),
-        (GOOD + "a/1,x\n", "Did you mean 'a/1.png'?"),
-        (GOOD + "a/1.PNG,x\n", "Did you mean 'a/1.png'?"),
-        (GOOD + "z/1.png,x\n", "There is no folder 'z'."),
-        (GOOD + "a\\1.png,x\n", "Write / instead of \\."),
         (GOOD + f"{'long' * 100}.png,x\n", "row 4: there is no file"),
         (GOOD + f"{'long' * 1000}.png,x\n", "…"),
         (GOOD + "\n./7.png,x\n", "row 5: the image '7.png' is also in row 3"),
@@ -229,11 +211,10 @@ GOOD = "path,label\n6.png,x\n7.png,y\n"
         ("", "TABLE is empty; its first row must name the columns, such as path,label."),
         ("\n\n", "TABLE is empty"),
         ("path,label\n", "TABLE has a header, but no row with an image."),
-        ("6.png,x\n7.png,y\n", "row 1: the first row must name the columns, such as path,label; found '6.png', 'x'"),
         ("paht,label\n6.png,x\n", "there is no column for the path; found 'paht', 'label', expected one of path, file, "
-         "filename, filepath, image. Did you mean 'path'?"),
+         "filename, filepath, image in the first row. Name it with --data.image-column."),
         ("path,lable\n6.png,x\n", "there is no column for the label; found 'path', 'lable', expected one of label, "
-         "labels, class, target. Did you mean 'label'?"),
+         "labels, class, target in the first row. Name it with --data.label-column."),
         ("path,label,Class\n6.png,x,1\n", "row 1: the columns 'label', 'Class' could each be the label"),
         ("path,label\n6.png,x\n7.png,x\n", "only one class, 'x'"),
         ("path,label,split\n6.png,x,train\n7.png,y,vall\n", "row 3: unknown split 'vall'; expected train, val or test. "
@@ -278,9 +259,9 @@ def test_not_a_table(images: Path, tmp_path: Path) -> None:
     data(images, GOOD)
     os.mkfifo(tmp_path / "pipe.csv")
     for root, expected in (
-        (images, "is a folder, not a regular file; name a CSV file. labels.csv is in it."),
-        (tmp_path / "none.csv", "cannot be read (No such file or directory)"),
-        (tmp_path / "pipe.csv", "is a pipe, not a regular file"),
+        (images, "is not a regular file; name a CSV file."),
+        (tmp_path / "none.csv", "does not exist; name a CSV file."),
+        (tmp_path / "pipe.csv", "is not a regular file; name a CSV file."),
     ):
         with pytest.raises(UserError) as raised:
             load_splits(Data(name="csv", root=root), 0)
