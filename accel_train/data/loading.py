@@ -142,13 +142,28 @@ def evaluation_batch_size(config: Config, samples: int, largest: int = EVALUATIO
 
 def create_sampler(config: Config, splits: Splits, plan: Plan) -> TrainingSampler:
     """The order of the training samples. Raises UserError if the data does not have what it needs."""
-    if config.data.order == "shards":
-        return create_shard_sampler(config, splits, plan)
-    draws = None
-    if config.data.sampler != "shuffle":
-        draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
-    repeated = {"repeats": config.data.repeats, "samples": len(splits.train)}
-    return TrainingSampler(plan, config.seed, splits.unreadable, draws, **repeated)
+    draws, repeats = create_draws(config, splits.train.labels, splits.train_weights), config.data.repeats
+    if config.data.order == "full":
+        samples = len(splits.train)
+        return TrainingSampler(plan, config.seed, splits.unreadable, draws, repeats=repeats, samples=samples)
+    table, open_shards = shard_table(config.data, splits.train), config.data.open_shards
+    order = ShardOrder(table, plan, seed=config.seed, open_shards=open_shards, repeats=repeats, draws=draws)
+    return ShardSampler(plan, order, splits.unreadable)
+
+
+def shard_table(data: Data, source: Source) -> ShardTable:
+    """Which samples of `source` are in which shard. Raises UserError if the data has no shards.
+
+    A source has some if it has `shard_numbers`: int64 [n], the number of the shard of each sample.
+    """
+    held, ids = unwrap_subset(source)
+    numbers: torch.Tensor | None = getattr(held, "shard_numbers", None)
+    if numbers is None:
+        raise UserError(
+            f"--data.order shards: the images of '{short_name('data.name', data.name)}' are not in shards; write them "
+            "with `accel-train shards` and give --data.name wds (docs/large_data.md), or use --data.order full."
+        )
+    return ShardTable.of(numbers if ids is None else numbers[ids])
 
 
 def create_input_pipeline(
@@ -401,34 +416,3 @@ def _check_image(source: Source, id: int) -> UserError | None:
     except UserError as error:
         return error
     return None
-
-
-# The order of the training samples of data that is in shards (--data.order shards).
-
-
-def shard_table(data: Data, source: Source) -> ShardTable:
-    """Which samples of `source` are in which shard. Raises UserError if the data has no shards.
-
-    A source has some if it has `shard_numbers`: int64 [n], the number of the shard of each sample.
-    """
-    held, ids = unwrap_subset(source)
-    numbers: torch.Tensor | None = getattr(held, "shard_numbers", None)
-    if numbers is None:
-        raise UserError(
-            f"--data.order shards: the images of '{short_name('data.name', data.name)}' are not in shards; write them "
-            "with `accel-train shards` and give --data.name wds (docs/large_data.md), or use --data.order full."
-        )
-    return ShardTable.of(numbers if ids is None else numbers[ids])
-
-
-def create_shard_sampler(config: Config, splits: Splits, plan: Plan) -> ShardSampler:
-    """Raises UserError if the training data has no shards."""
-    order = ShardOrder(
-        shard_table(config.data, splits.train),
-        plan,
-        seed=config.seed,
-        open_shards=config.data.open_shards,
-        repeats=config.data.repeats,
-        draws=create_draws(config, splits.train.labels, splits.train_weights),
-    )
-    return ShardSampler(plan, order, splits.unreadable)

@@ -91,14 +91,14 @@ class TrainingSampler(IndexSampler):
         repeats: int = 1,
         samples: int | None = None,
     ) -> None:
-        """`unreadable`: bool [samples], the samples to skip. All others keep their places. `draws`: which samples
-        an epoch has, without unreadable ones; None: each sample once. `repeats`: how often each is in its update.
+        """`unreadable`: bool [samples], the samples to skip. All others keep their places, also if samples are drawn.
+        `draws`: which samples an epoch has; None: each sample once. `repeats`: how often each is in its update.
         `samples`: of the data; None: as many as an epoch has places (`epoch_length`)."""
         self.plan = plan
         self.seed = seed
         self.repeats, self.samples = repeats, plan.samples if samples is None else samples
         self.draws = draws
-        self.unreadable = unreadable = None if draws is not None else unreadable
+        self.unreadable = unreadable
         self.substitute = 0 if unreadable is None else int((~unreadable).nonzero()[0])  # a sample that can be read
         self.window = plan.batch_size  # places in which the copies of a sample are kept apart
         self.batch_size = plan.slots // plan.accumulation
@@ -203,20 +203,11 @@ DRAWN_BLOCK = 1 << 20  # samples permuted in one call, for memory
 class Draws:
     """The samples that each epoch draws."""
 
-    def __init__(self, seed: int, classes: Tensor, weights: Tensor, unreadable: Tensor | None = None) -> None:
-        """`classes`: int64 [n] of each sample; `weights`: float64 [n], not negative, not all 0; `unreadable`: bool [n].
-
-        A draw of an unreadable sample becomes one of another sample of its class, and all other draws stay the same. So
-        an image can be skipped from the middle of a run on.
-        """
+    def __init__(self, seed: int, classes: Tensor, weights: Tensor) -> None:
+        """`classes`: int64 [n] of each sample; `weights`: float64 [n], not negative, not all 0."""
         self.seed, self.classes, self.weights = seed, classes, weights / weights.max()
         self.candidates = self.weights.nonzero()[:, 0]  # sample numbers
-        self.unreadable = unreadable
         self._epoch, self._drawn = -1, self.candidates
-        if unreadable is not None:
-            readable = self.candidates[~unreadable[self.candidates]]
-            self.substitutes = readable[classes[readable].argsort(stable=True)]
-            self.substitute_ends = self.weights[self.substitutes].cumsum(0)
 
     def of_epoch(self, epoch: int) -> Tensor:
         """The sample of each draw, int64 [n], one class after the other."""
@@ -235,22 +226,7 @@ class Draws:
         ends = self.weights[line].cumsum(0)
         first = _uniform(torch.tensor(key(self.seed, epoch, "first draw")))
         points = (torch.arange(draws) + first) * (ends[-1] / draws)
-        drawn = line[torch.searchsorted(ends, points, right=True).clamp_(max=count - 1)]  # a sum of floats is rounded
-        if self.unreadable is not None:
-            lost = self.unreadable[drawn].nonzero()[:, 0]
-            drawn[lost] = self._substitute(self.classes[drawn[lost]], hashed(key(self.seed, epoch, "substitute"), lost))
-        return drawn
-
-    def _substitute(self, classes: Tensor, keys: Tensor) -> Tensor:
-        """A readable sample for each of these `classes`, by the weights; of any class if the class has none."""
-        ends = torch.cat([torch.zeros(1, dtype=torch.float64), self.substitute_ends])
-        of_substitutes = self.classes[self.substitutes]
-        low = ends[torch.searchsorted(of_substitutes, classes)]
-        high = ends[torch.searchsorted(of_substitutes, classes, right=True)]
-        low, high = torch.where(high > low, low, 0.0), torch.where(high > low, high, ends[-1])
-        points = low + _uniform(keys) * (high - low)
-        places = torch.searchsorted(self.substitute_ends, points, right=True)
-        return self.substitutes[places.clamp_(max=len(self.substitutes) - 1)]
+        return line[torch.searchsorted(ends, points, right=True).clamp_(max=count - 1)]  # a sum of floats is rounded
 
 
 def _uniform(keys: Tensor) -> Tensor:
@@ -294,16 +270,14 @@ def sample_weights(config: Config, labels: Tensor, weights: Tensor | None, unrea
     return weights
 
 
-def create_draws(
-    config: Config, labels: Tensor, weights: Tensor | None, unreadable: Tensor | None = None
-) -> Draws | None:
+def create_draws(config: Config, labels: Tensor, weights: Tensor | None) -> Draws | None:
     """What an epoch draws; None: each sample once. Takes and raises what `sample_weights` does."""
     if config.data.sampler == "shuffle":
         return None
-    weights = sample_weights(config, labels, weights, unreadable)
+    weights = sample_weights(config, labels, weights)
     # Images with several labels have no class: treat all of them as one class.
     classes = torch.zeros(len(labels), dtype=torch.int64) if labels.ndim == 2 else labels
-    return Draws(config.seed, classes, weights, unreadable)
+    return Draws(config.seed, classes, weights)
 
 
 def weights_digest(weights: Tensor) -> str:
@@ -460,8 +434,7 @@ class ShardSampler(TrainingSampler):
     """
 
     def __init__(self, plan: Plan, order: ShardOrder, unreadable: Tensor | None = None) -> None:
-        """`unreadable`: bool [samples], the samples to skip. All others keep their places, also if samples are drawn:
-        another sample in their place would move the samples after it into other shards."""
+        """`unreadable`: bool [samples], the samples to skip. All others keep their places."""
         super().__init__(plan, order.seed, unreadable, repeats=order.repeats, samples=len(order))
         self.order, self.draws, self.window = order, order.draws, order.width
         self.readable = torch.empty(0) if unreadable is None else (~unreadable).nonzero()[:, 0]
