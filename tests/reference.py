@@ -35,7 +35,7 @@ EXAMPLES: dict[str, str] = {
     "trackers": "tensorboard",
     "data.name": "--data.name folder --data.root photos",
     "data.root": "--data.name folder --data.root photos",
-    "data.train-split": "--data.name hfds/food101 --data.train-split train[:90%] --data.val-split train[90%:]",
+    "data.train-split": "--data.name folder --data.root photos --data.train-split fold0",
     "data.val-split": "--data.name folder --data.root photos --data.val-split fold1",
     "data.test-split": "--data.name folder --data.root photos --data.test-split holdout",
     "data.only-classes": "3 8",

@@ -43,8 +43,7 @@ class Data:
     test_fraction: Annotated[float, PART, DECIDES_SAMPLES] = 0.0
     """Fraction of the samples for the test, if the dataset has no such split."""
     train_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
-    """folder, hfds: the folder, or the split of the hub, to train on. Of hfds also a part of one: train[:90%]. Default:
-    train or training."""
+    """folder, hfds: the folder, or the split of the hub, to train on; default: train or training."""
     val_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
     """The same for validation; default: val, valid, validation or dev."""
     test_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None

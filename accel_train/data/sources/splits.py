@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,13 +138,12 @@ def given_splits(data: Data) -> dict[str, str]:
 
 
 def check_splits(given: Mapping[str, str], stored: Sequence[str], where: str) -> None:
-    """Raise UserError unless all `given` splits (split -> name, or a part of it: "train[:90%]") are `stored` there."""
+    """Raise UserError unless all `given` splits (split -> name) are `stored` there, and each is given once."""
     for split, name in given.items():
         option = f"--data.{'val' if split == 'validation' else split}-split {name}"
-        for part in name.split("+"):
-            if (base := part.partition("[")[0].strip()) not in stored:
-                found = first_of(stored, 5) or "nothing"
-                raise UserError(f"{option}: {where} has no split {base!r}, only {found}.{nearest(base, stored)}")
+        if name not in stored:
+            found = first_of(stored, 5) or "nothing"
+            raise UserError(f"{option}: {where} has no split {name!r}, only {found}.{nearest(name, stored)}")
         if list(given.values()).count(name) > 1:
             raise UserError(f"{option}: it is given for two splits; the same images would be in both.")
 
@@ -157,34 +154,10 @@ def named_splits(stored: Iterable[str], data: Data) -> dict[str, str]:
     given = given_splits(data)
     check_splits(given, stored, f"the data '{data.name}'")
     usual = {SPLIT_NAMES[name.lower()]: name for name in reversed(stored) if name.lower() in SPLIT_NAMES}
-    taken = {part.strip() for name in given.values() for part in name.split("+")}
-    named = {split: name for split, name in usual.items() if name not in taken} | given
+    named = {split: name for split, name in usual.items() if name not in given.values()} | given
     if "train" not in named:
         raise UserError(f"the data '{data.name}' has no train split, only {', '.join(stored) or 'none'}.")
-    _check_disjoint(named)
     return named
-
-
-def _check_disjoint(named: Mapping[str, str]) -> None:
-    """Raise UserError if two splits have the same images: one is all of what the other is a part of, or their
-    percentages overlap. (Parts that are counted in images are not compared.)"""
-    parts = [(split, part.strip()) for split, name in named.items() for part in name.split("+")]
-    for (one, first), (other, second) in itertools.combinations(parts, 2):
-        base = first.partition("[")[0]
-        if one != other and base == second.partition("[")[0] and _overlap(first, second):
-            raise UserError(
-                f"the splits {one} ({named[one]}) and {other} ({named[other]}) have the same images: give both as "
-                f"parts, such as --data.train-split '{base}[:90%]' --data.val-split '{base}[90%:]'."
-            )
-
-
-def _overlap(first: str, second: str) -> bool:
-    """Whether two parts of one split, such as "train" and "train[90%:]", have the same images."""
-    if "[" not in first or "[" not in second:
-        return True
-    found = [re.search(r"\[(?:(\d+)%)?:(?:(\d+)%)?\]$", part) for part in (first, second)]
-    (low, high), (start, end) = ((int(each[1] or 0), int(each[2] or 100)) if each else (0, 0) for each in found)
-    return max(low, start) < min(high, end)
 
 
 class Subset:

@@ -11,7 +11,6 @@ from PIL import Image
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import load_splits
-from accel_train.data.sources.splits import named_splits
 from accel_train.errors import UserError
 
 
@@ -52,15 +51,26 @@ def test_a_folder_read_by_hugging_face(tmp_path: Path, datasets) -> None:
     assert (len(divided.train), len(divided.test)) == (6, 2)
 
 
-def test_splits_and_parts_of_them_that_are_named(tmp_path: Path, datasets) -> None:
+def test_splits_that_are_named(tmp_path: Path, datasets) -> None:
     name = f"hfds/{image_folder(tmp_path / 'pets', ('train', 'validation', 'test'))}"
     found = load(name, tmp_path / "cache", val_split="test")
     assert values(found.validation) == [200, 201, 202, 203, 210, 211, 212, 213] and found.test is None
-    found = load(name, tmp_path / "cache", train_split="train[:75%]+test", val_split="train[75%:]")
-    assert values(found.train) == [0, 1, 2, 3, 10, 11, 200, 201, 202, 203, 210, 211, 212, 213]
-    assert values(found.validation) == [12, 13] and found.test is None
     with pytest.raises(UserError, match=r"--data\.val-split dev: .* has no split 'dev', only train, validation, test"):
         load(name, tmp_path / "cache", val_split="dev")
+    with pytest.raises(UserError, match="has no train split"):  # its images would be in both
+        load(name, tmp_path / "cache", val_split="train")
+
+
+def test_parts_of_splits_come_from_a_function(tmp_path: Path, datasets) -> None:
+    folder = image_folder(tmp_path / "pets", ("train", "validation", "test"))
+    (tmp_path / "mine.py").write_text(
+        "from datasets import load_dataset\n\n\ndef data(root):\n"
+        f"    part = lambda split: load_dataset({str(folder)!r}, cache_dir=str(root), split=split)\n"
+        '    return {"train": part("train[:75%]+test"), "val": part("train[75%:]")}\n'
+    )
+    found = load(f"{tmp_path}/mine.py:data", tmp_path / "cache")
+    assert values(found.train) == [0, 1, 2, 3, 10, 11, 200, 201, 202, 203, 210, 211, 212, 213]
+    assert values(found.validation) == [12, 13] and found.test is None
 
 
 def test_other_column_names_unreadable_images_and_unlabelled_tests(
@@ -171,23 +181,3 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     with pytest.raises(UserError, match=r"pip install 'accel-train\[datasets\]'"):
         load_splits(Data(name="hfds/x"), 0)
-
-
-@pytest.mark.parametrize(
-    ("train", "val", "fits"),
-    [
-        ("train[:90%]", "train[90%:]", True),
-        (None, "train[90%:]", False),
-        ("train", "train[:1000]", False),
-        ("train[:90%]", "train[80%:]", False),
-        ("train[10%:]+extra", "train[:10%]", True),
-        ("train[:1000]", "train[1000:]", True),
-    ],
-)
-def test_no_image_is_in_two_splits(train: str | None, val: str, fits: bool) -> None:
-    data = Data("hfds/pets", train_split=train, val_split=val)
-    if fits:
-        assert named_splits(["train", "extra", "test"], data)["validation"] == val
-    else:
-        with pytest.raises(UserError, match="have the same images: give both as parts"):
-            named_splits(["train", "extra", "test"], data)
