@@ -236,7 +236,7 @@ def check_data(
     listed = output if isinstance(unwrap_subset(splits.train)[0], EncodedImages) else None
     if listed is not None:
         check_writable("--output", listed)
-        check_own_list(listed, whole, splits.sources.values())
+        check_own_list(listed, whole)
     check_writable("--json", json_file)
     _check_own_file(json_file, data)
 
@@ -255,9 +255,7 @@ def check_data(
     )
     if listed is not None:
         with writing("--output", listed):
-            write_list(
-                listed, whole, splits.sources.values(), (images.describe(each.id)["name"] for each in unreadable)
-            )
+            write_list(listed, whole, (images.describe(each.id)["name"] for each in unreadable))
     with writing("--json", json_file):
         atomic_write(json_file, json.dumps(result.as_dict(), indent=1) + "\n")
     return result

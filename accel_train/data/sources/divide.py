@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
     _check(splits, data)
     listed: UnreadableList | None = None
     if data.skip_unreadable is not None:
-        listed = list_for(data, splits.sources.values())
+        listed = list_for(data)
         if not (listed.name or listed.paths):
             note = f"--data.skip-unreadable: {data.skip_unreadable} is empty, and does not say of which data it is"
             splits = replace(splits, notes=(*splits.notes, note))
@@ -268,7 +268,6 @@ def _split_off(splits: Splits, data: Data, seed: int) -> Splits:
 # other lines are paths relative to `names_root`; one with a line break is written as in JSON. A list without that line
 # was written by hand.
 
-
 OF_ONE_PLACE = ("folder", "csv", "tar", "wds")
 """Names of data that `data.root` alone says."""
 HEAD = "# accel-train check-data: "
@@ -283,8 +282,6 @@ class UnreadableList:
     """--data.name of its data; "": the list does not say it."""
     root: str = ""
     """--data.root, a real path."""
-    samples: str = ""
-    """The `_digest` of the data."""
 
 
 def default_list(data: Data) -> Path:
@@ -310,17 +307,15 @@ def read_list(path: Path) -> UnreadableList:
         return UnreadableList({*map(_name, (first, *lines))} - {""})
     try:
         about = json.loads(first.removeprefix(HEAD))
-        name, root, samples = (str(about[key]) for key in ("name", "root", "samples"))
+        name, root = str(about["name"]), str(about["root"])
     except (ValueError, KeyError, TypeError, RecursionError):  # edited by hand: then it does not say it
-        name = root = samples = ""
-    return UnreadableList({*map(_name, lines)} - {""}, name, root, samples)
+        name = root = ""
+    return UnreadableList({*map(_name, lines)} - {""}, name, root)
 
 
-def list_for(data: Data, sources: Iterable[Source]) -> UnreadableList:
-    """The list of --data.skip-unreadable. Raises UserError if it cannot be read, or is the list of other data.
-
-    The data may lie in another folder now, or a table may list it. Or images have changed in the same folder.
-    """
+def list_for(data: Data) -> UnreadableList:
+    """The list of --data.skip-unreadable. Raises UserError if it cannot be read, or is the list of other data; a folder
+    and the tables in it are one."""
     assert data.skip_unreadable is not None
     try:
         listed = read_list(data.skip_unreadable)
@@ -330,17 +325,16 @@ def list_for(data: Data, sources: Iterable[Source]) -> UnreadableList:
             f"--data.skip-unreadable: {data.skip_unreadable} cannot be read ({reason}); "
             f"`{check_command(data)}` writes the list."
         ) from error
-    if listed.name:
-        made_for = Data(listed.name, Path(listed.root))
-        if _folder(made_for) != _folder(data) and listed.samples != _digest(_keys(sources, data)):
-            raise UserError(
-                f"--data.skip-unreadable: {data.skip_unreadable} is the list of {listed.name} {listed.root}, not of "
-                f"{data.name} {data.root}; `{check_command(data)}` writes the list for this data."
-            )
+    if listed.name and _folder(Data(listed.name, Path(listed.root))) != _folder(data):
+        raise UserError(
+            f"--data.skip-unreadable: {data.skip_unreadable} is the list of {listed.name} {listed.root}, not of "
+            f"{data.name} {data.root}; `{check_command(data)}` writes the list for this data. If it is the same data "
+            "in another place, remove the list's first line."
+        )
     return listed
 
 
-def check_own_list(path: Path, data: Data, sources: Iterable[Source]) -> None:
+def check_own_list(path: Path, data: Data) -> None:
     """Raise UserError if the file `path` exists and is not the list of `data`, which may be overwritten."""
     try:
         listed = read_list(path)
@@ -349,23 +343,14 @@ def check_own_list(path: Path, data: Data, sources: Iterable[Source]) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"the list {path} cannot be read ({reason}): give another --output.") from error
-    if listed.name:
-        if (listed.name, listed.root) != (data.name, real(data.root)):
-            raise UserError(
-                f"{path} is the list of {listed.name} {listed.root}, not of {data.name} {data.root}: give another "
-                "--output, or delete it."
-            )
-    elif listed.paths and listed.paths.isdisjoint(_keys(sources, data)):
-        raise UserError(
-            f"{path} exists, and it is not a list of images of {data.name} {data.root}: give another --output, or "
-            "delete it."
-        )
+    if (listed.name, listed.root) != (data.name, real(data.root)) and (listed.name or listed.paths):
+        of = f"is the list of {listed.name} {listed.root}" if listed.name else "does not say of which data it is"
+        raise UserError(f"{path} {of}, not of {data.name} {data.root}: give another --output, or delete it.")
 
 
-def write_list(path: Path, data: Data, sources: Iterable[Source], names: Iterable[str]) -> None:
+def write_list(path: Path, data: Data, names: Iterable[str]) -> None:
     """Write the `names` of unreadable images, relative to `names_root`. Raises OSError."""
-    about = {"name": data.name, "root": real(data.root), "samples": _digest(_keys(sources, data))}
-    lines = (HEAD + json.dumps(about), *sorted(map(_line, names)))
+    lines = (HEAD + json.dumps({"name": data.name, "root": real(data.root)}), *sorted(map(_line, names)))
     atomic_write(path, "".join(f"{line}\n" for line in lines))
 
 
@@ -384,12 +369,3 @@ def _name(line: str) -> str:
 def _folder(data: Data) -> tuple[Path, str]:
     """To what the paths are relative: a folder and its tables are one. Of a hub, many data sets are in one folder."""
     return Path(real(names_root(data))), data.name if "/" in data.name else ""
-
-
-def _keys(sources: Iterable[Source], data: Data) -> list[str]:
-    return [key for source in sources for key in sample_keys(source, names_root(data))]
-
-
-def _digest(keys: list[str]) -> str:
-    """Of the paths of all images, wherever their folder is, and however they are divided into splits."""
-    return sha256("\0".join(sorted(keys)).encode("utf-8", "surrogateescape")).hexdigest()

@@ -61,7 +61,7 @@ def test_a_list_of_another_data_set_is_not_overwritten(capsys: pytest.CaptureFix
         assert Path("unreadable-pets.txt").read_bytes() == written
     Path("notes.txt").write_text("my notes\n")
     assert check("folder", "--root", "b/pets", "--output", "notes.txt") == 2
-    assert "notes.txt exists, and it is not a list of images of" in capsys.readouterr().err
+    assert "notes.txt does not say of which data it is, not of" in capsys.readouterr().err
     assert Path("notes.txt").read_text() == "my notes\n"
     assert check("folder", "--root", "b/pets", "--output", "other.txt") == 0
 
@@ -74,8 +74,7 @@ def test_the_list_of_the_same_data_set_is_written_again() -> None:
     assert check("folder", "--root", str(Path("pets").resolve())) == 0
     assert len(Path("unreadable-pets.txt").read_text().splitlines()) == 1
     Path("unreadable-pets.txt").write_text("dog/1.png\n")  # written by hand
-    assert check("folder", "--root", "pets") == 0
-    assert len(Path("unreadable-pets.txt").read_text().splitlines()) == 1
+    assert check("folder", "--root", "pets") == 2
 
 
 def test_a_list_without_images_is_of_one_data_set_too() -> None:
@@ -97,18 +96,21 @@ def test_names_that_both_data_sets_have_do_not_hide_the_mistake() -> None:
         load_splits(Data("folder", Path("b/pets"), skip_unreadable=Path("unreadable-pets.txt")), 0)
 
 
-def test_data_that_has_moved_or_changed_keeps_its_list() -> None:
+def test_data_that_has_changed_keeps_its_list_and_data_that_has_moved_without_the_first_line() -> None:
     images(Path("a/pets"), damaged=True)
     assert check("folder", "--root", "a/pets") == 1
-    data = Data("folder", Path("a/pets"), skip_unreadable=Path("unreadable-pets.txt"))
+    listed = Path("unreadable-pets.txt")
+    data = Data("folder", Path("a/pets"), skip_unreadable=listed)
     (data.root / "dog/2.png").unlink()
-    assert load_splits(data, 0).left_out == 1  # changed
-    Image.new("L", (8, 8)).save(data.root / "dog/2.png")
+    assert load_splits(data, 0).left_out == 1
+    rows = [f"{kind}/{number}.png,{kind}\n" for kind in ("cat", "dog") for number in range(2)]
+    (data.root / "labels.csv").write_text("path,label\n" + "".join(rows))
+    assert load_splits(replace(data, name="csv", root=data.root / "labels.csv"), 0).left_out == 1
     moved = data.root.rename("scratch")
+    with pytest.raises(UserError, match=r"If it is the same data in another place, remove the list's first line\."):
+        load_splits(replace(data, root=moved), 0)
+    listed.write_text(listed.read_text().partition("\n")[2])
     assert load_splits(replace(data, root=moved), 0).left_out == 1
-    rows = [f"{kind}/{number}.png,{kind}\n" for kind in ("cat", "dog") for number in range(3)]
-    (moved / "labels.csv").write_text("path,label\n" + "".join(rows))
-    assert load_splits(replace(data, name="csv", root=moved / "labels.csv"), 0).left_out == 1
 
 
 def test_any_name_of_a_file_is_in_the_list() -> None:
