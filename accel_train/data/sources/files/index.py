@@ -282,8 +282,6 @@ class Index:
     """Where it is kept; None: nowhere."""
     unkept: str = ""
     """Why it is kept nowhere: a part of a sentence."""
-    was_there: bool = False
-    """Whether it was read from its file."""
     states: Mapping[str, str] = field(default_factory=dict)
     """Of each place, when the index was made: what its file says."""
 
@@ -313,7 +311,6 @@ def read_index(file: Path, root: Path) -> Index | None:
             notes=tuple(note.replace(about["root"], str(root)) for note in about["notes"]),
             mistake=about["mistake"].replace(about["root"], str(root)),
             file=file,
-            was_there=True,
             states=about["states"],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError):
@@ -425,7 +422,7 @@ def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping
                 set_default_permissions(temporary)
                 fsync(temporary)
             again = read_index(file, root)
-            return replace(index if again is None else again, file=file, was_there=False)
+            return replace(index if again is None else again, file=file)
         except (OSError, SafetensorError) as error:  # a read-only folder, or a full disk: safetensors has its own error
             reasons.append(f"{file.parent}: {(isinstance(error, OSError) and error.strerror) or error}")
     return replace(index, unkept=f"it cannot be written ({'; '.join(reasons)})")
