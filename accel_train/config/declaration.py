@@ -79,9 +79,7 @@ OWN = Bound(
     lambda x: x == "none" or parse_reference("augment.own", x) is not None or x.endswith(".py"),
 )
 
-Interpolation = Literal["bilinear", "bicubic", "nearest", "box", "hamming", "lanczos"]
-PILLOWS_OWN = ("nearest", "box", "hamming", "lanczos")
-"""Interpolations with which Pillow resizes images; torch does so with the others."""
+Interpolation = Literal["bilinear", "bicubic"]
 
 POLICIES = (
     "none", "randaugment", "trivialaugment", "augmix", "autoaugment", "autoaugment_cifar10", "autoaugment_svhn"

@@ -46,7 +46,7 @@ class Augment:
     ratio: Annotated[tuple[float, float], INTERVAL, NEEDS_BOX] = (0.75, 4 / 3)
     """crop=resized: smallest and largest width / height."""
     interpolation: Interpolation = "bilinear"
-    """How images are resized, in training and evaluation, all but nearest with antialiasing; and how augment.policy
+    """How images are resized, in training and evaluation, with antialiasing; and how augment.policy
     turns them."""
     train_interpolation: Literal[Interpolation, "random"] | None = None
     """Another one in training; random: bilinear or bicubic, drawn for each image. Default: augment.interpolation."""

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel_train.config.declaration import PILLOWS_OWN
 from accel_train.config.schema import Augment
 from accel_train.data.transforms.parameters import (
     SLOTS,
@@ -111,10 +110,6 @@ class BatchTransform:
         return images, self._targets(labels)
 
     def _resized(self, images: Tensor, side: int) -> Tensor:
-        if self.interpolation in PILLOWS_OWN:
-            from accel_train.data.transforms.image import resized_by_pillow
-
-            return resized_by_pillow(images, side, side, self.interpolation)
         images = F.interpolate(images.float(), (side, side), mode=self.interpolation, antialias=True)
         return images.clamp_(0, 255) if self.clamps else images
 

@@ -18,7 +18,6 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms import v2
 
-from accel_train.config.declaration import PILLOWS_OWN
 from accel_train.config.schema import Augment
 from accel_train.data.sources.files.images import Box, LazyImage
 from accel_train.data.sources.user import as_pixels, kind_of, restored_generators, seed_generators
@@ -53,8 +52,7 @@ class ImageTransform:
         self.crop = augment.crop if training else "center"
         self.short_side = augment.resize or resize_default(size)
         self.interpolation = augment.interpolation_of(training=training)
-        # The decoder takes means of pixels, and nearest takes one of them.
-        self.decodes_smaller = training and decodes_smaller and self.interpolation != "nearest"
+        self.decodes_smaller = training and decodes_smaller
         crops: list[torch.nn.Module] = []
         if self.crop == "random":
             padding = {"padding": augment.pad or None, "padding_mode": augment.pad_mode}
@@ -185,7 +183,7 @@ AUTOAUGMENT = {
     "autoaugment_cifar10": v2.AutoAugmentPolicy.CIFAR10,
     "autoaugment_svhn": v2.AutoAugmentPolicy.SVHN,
 }
-RESAMPLING = {"nearest": 0, "bilinear": 2, "bicubic": 3}  # PIL's numbers
+RESAMPLING = {"bilinear": 2, "bicubic": 3}  # PIL's numbers
 
 
 def image_steps(augment: Augment, size: int, interpolation: str, mean: tuple[float, ...]) -> list[torch.nn.Module]:
@@ -193,13 +191,8 @@ def image_steps(augment: Augment, size: int, interpolation: str, mean: tuple[flo
 
     They turn and shift PIL images with `interpolation` (or random), as torchvision's training script does: its tensors
     cannot be turned bicubically. torchvision's AugMix computes with tensors in any case, and so bilinearly.
-    `mean`: of each channel, 0 to 1. Raises UserError if Pillow cannot turn images with this interpolation.
+    `mean`: of each channel, 0 to 1.
     """
-    if augment.policy not in ("none", "augmix") and interpolation not in (*RESAMPLING, "random"):
-        raise UserError(
-            f"--augment.interpolation {interpolation}: images can be resized with it, but not turned or sheared, as an "
-            f"augment.policy needs. Use {', '.join(RESAMPLING)}, or no policy."
-        )
     mode = v2.InterpolationMode("bilinear" if interpolation == "random" else interpolation)
     if augment.policy == "none":
         return []
@@ -318,7 +311,7 @@ def check_own(text: str, channels: int, size: int) -> None:
         )
 
 
-# Resizes images: by torch, or by Pillow where torch cannot, with the same pixels in training and evaluation.
+# Resizes images, with the same pixels in training and evaluation.
 
 
 def sides(height: int, width: int, short_side: int) -> tuple[int, int]:
@@ -337,23 +330,9 @@ def resized_to_short_side(image: Tensor, short_side: int) -> Tensor:
 
 
 def resized(image: Tensor, height: int, width: int, interpolation: str = "bilinear") -> Tensor:
-    """`image`, uint8 [C, H, W] on the CPU, resized to uint8 [C, height, width] with antialiasing (but nearest)."""
+    """`image`, uint8 [C, H, W] on the CPU, resized to uint8 [C, height, width] with antialiasing."""
     if image.shape[1:] == (height, width):
         return image
-    if interpolation in PILLOWS_OWN:
-        return resized_by_pillow(image, height, width, interpolation)
     # image[None] would not count as channels last, and interpolate would copy the pixels twice.
     batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
     return F.interpolate(batch, (height, width), mode=interpolation, antialias=True)[0]
-
-
-def resized_by_pillow(images: Tensor, height: int, width: int, interpolation: str) -> Tensor:
-    """`images`, uint8 or float32 [..., H, W], resized to [..., height, width] by Pillow, on the CPU; returned on the
-    device and with the type that they have."""
-    from PIL import Image
-
-    kernel = Image.Resampling[interpolation.upper()]
-    planes = images.cpu().flatten(0, -3)  # Pillow resizes each channel by itself, too
-    resized = [Image.fromarray(plane.numpy()).resize((width, height), kernel) for plane in planes]
-    stacked = torch.stack([torch.frombuffer(bytearray(plane.tobytes()), dtype=images.dtype) for plane in resized])
-    return stacked.view(*images.shape[:-2], height, width).to(images.device)

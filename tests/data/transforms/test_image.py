@@ -46,7 +46,7 @@ POLICIES = {
     "autoaugment_svhn": Augment(crop="resized", policy="autoaugment_svhn"),
     "augmix": Augment(crop="resized", policy="augmix"),
     "either": Augment(crop="resized", flip=0.5, train_interpolation="random"),
-    "squashed": Augment(crop="squash", interpolation="lanczos", flip=0.5, policy="augmix"),
+    "squashed": Augment(crop="squash", interpolation="bicubic", flip=0.5, policy="augmix"),
     "upended": Augment(crop="resized", flip=0.5, vertical_flip=0.5),
 }
 
