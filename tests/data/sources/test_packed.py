@@ -13,7 +13,8 @@ from torch.utils.data import Dataset as TorchDataset
 from torchvision.tv_tensors import Image
 
 from accel_train.data.order.samplers import EvaluationSampler
-from accel_train.data.sources.user import Packed, UserDataset, packed
+from accel_train.data.sources import user
+from accel_train.data.sources.user import Packed, UserDataset
 from accel_train.data.worker_processes import WorkerContext, WorkerInit
 from accel_train.data.workers import BatchDataset, no_collate
 from accel_train.user_code.reference import Reference
@@ -50,8 +51,8 @@ def test_many_tensors_need_few_file_descriptors(keep: Any) -> None:
 
 
 def test_large_tensors_are_shared_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "LARGE", 2**10)
-    monkeypatch.setattr(packed, "MOST_LARGE", 2)
+    monkeypatch.setattr(user, "LARGE", 2**10)
+    monkeypatch.setattr(user, "MOST_LARGE", 2)
     large = [torch.arange(2**10 * (number + 1)) for number in range(3)]
     sent = Packed(TensorDataset(*large[:1]))
     assert sent.memory[1].data_ptr() == large[0].data_ptr()
