@@ -106,9 +106,9 @@ def write_shards(
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with lock:
-            if output.exists() and (there := sorted(path.name for path in output.iterdir())):
-                raise UserError(f"{output} is not empty (found {there[0]}); name a new or an empty folder.")
             try:
+                if output.exists() and (there := sorted(path.name for path in output.iterdir())):
+                    raise UserError(f"{output} is not empty (found {there[0]}); name a new or an empty folder.")
                 shutil.rmtree(partial, ignore_errors=True)  # of a command that was killed
                 partial.mkdir()
                 writer = ShardWriter(partial, shard_bytes)
