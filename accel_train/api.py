@@ -236,8 +236,8 @@ def preview(
 
 
 def find_lr(recipe: str | Path | Mapping[str, Any], *words: str, **options: Any) -> LearningRates:
-    """Train with growing learning rates, and return the losses. For `start`, `end`, `updates` see bench/lr_finder.py;
-    its `plot` draws them."""
+    """Train with growing learning rates, and return the losses. For `updates` see bench/lr_finder.py; its `plot` draws
+    them."""
     launch = prepare_environment()
     from accel_train.bench.lr_finder import find_lr as find
 

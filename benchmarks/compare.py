@@ -24,7 +24,7 @@ import tasks
 import turns
 from trainer import trainer
 
-from accel_train.bench.statistics import ratio, spread
+from accel_train.bench.workload import ratio, spread
 from accel_train.cli.table import print_table
 from accel_train.report.shared.plots import import_pyplot, save
 

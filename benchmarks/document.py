@@ -18,8 +18,7 @@ from typing import Any
 
 import tasks
 
-from accel_train.bench.statistics import Spread
-from accel_train.bench.workload import device_name
+from accel_train.bench.workload import Spread, device_name
 from accel_train.checkpoint.format import versions
 from accel_train.launch.process import available_cores
 

@@ -33,8 +33,7 @@ from PIL import Image  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
-from accel_train.bench.statistics import ratio, spread  # noqa: E402
-from accel_train.bench.workload import Clock  # noqa: E402
+from accel_train.bench.workload import Clock, ratio, spread  # noqa: E402
 from accel_train.cli.table import print_table  # noqa: E402
 from accel_train.config.schema import Augment, Config, Data  # noqa: E402
 from accel_train.data.loading import create_input_pipeline, create_loader  # noqa: E402

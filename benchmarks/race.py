@@ -34,7 +34,7 @@ import turns
 from compare import OTHERS, script_words
 from trainer import data_words
 
-from accel_train.bench.statistics import ratio, spread
+from accel_train.bench.workload import ratio, spread
 from accel_train.cli.table import print_table
 
 TASK = "mnist_cnn"

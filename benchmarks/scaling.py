@@ -25,7 +25,7 @@ import document
 import turns
 from trainer import trainer
 
-from accel_train.bench.statistics import spread
+from accel_train.bench.workload import spread
 from accel_train.cli.table import print_table
 from accel_train.errors import counted
 from accel_train.report.shared.plots import import_pyplot, save

@@ -21,7 +21,7 @@ import turns
 from scaling import CPU, WARM_UP
 from trainer import trainer
 
-from accel_train.bench.statistics import spread
+from accel_train.bench.workload import spread
 from accel_train.cli.table import print_table
 
 UNITS = 8  # virtual batches of an update

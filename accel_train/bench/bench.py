@@ -7,8 +7,7 @@ Three things are measured in turns, so that a machine whose speed drifts is equa
     trainer  train.train, as `accel-train train` runs it, with logging, metrics, guard and checkpoints
 
 The first updates of each are left out: workers start, kernels are chosen, models are compiled. The trainer's speed is
-the one that it writes into its own metrics.jsonl. A short run saves more often than a real one. So the time for which
-one save delays the training is measured, and counted as often as the recipe saves.
+the one that it writes into its own metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -28,15 +27,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from accel_train import models
-from accel_train.bench import OR_SYNTHETIC
-from accel_train.bench.statistics import ratio, spread
-from accel_train.bench.workload import Workload, device_name
+from accel_train.bench.workload import Workload, device_name, ratio, spread
 from accel_train.config.schema import Config, Stop
-from accel_train.data.order.plan import Plan
-from accel_train.data.sources.arrays import PUBLISHED, TRAIN_IMAGES
-from accel_train.data.sources.load import Splits, splits_of
-from accel_train.errors import LOGGER, UnsavedError, UserError, writing
+from accel_train.data.sources.load import splits_of
+from accel_train.errors import LOGGER, writing
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.launch.precision import precision
@@ -63,13 +57,13 @@ class Round:
     limit: float
     input: float
     trainer: float
-    """What the trainer wrote into its metrics.jsonl; checkpoint stalls are counted as often as the recipe saves."""
+    """What the trainer wrote into its metrics.jsonl, as the next two."""
     data_wait: float
     """Fraction of the trainer's time in which it waited for data."""
-    stall: float
-    """Fraction of the trainer's time in which a checkpoint delayed it."""
+    save_seconds: float
+    """For which a checkpoint stops the training; not part of the trainer's rate."""
     pieces: dict[str, float]
-    """Seconds of the "augmentation", "metrics" and "optimizer" of an update, each measured alone."""
+    """Seconds of the "augmentation" and the "optimizer" of an update, each measured alone."""
 
     def shares(self, batch_size: int) -> dict[str, float]:
         """Return the fractions (0 to 1) of the time of one update of the trainer."""
@@ -79,27 +73,20 @@ class Round:
             "optimizer": optimizer / update,
             "data wait": self.data_wait,
             "augmentation": self.pieces["augmentation"] / update,
-            "metrics and guard": self.pieces["metrics"] / update,
-            "checkpoint stall": self.stall,
         }
         parts = {name: min(1.0, max(0.0, part)) for name, part in parts.items()}
         return {**parts, "rest": max(0.0, 1 - sum(parts.values()))}
 
 
-def bench(
-    launch: Launch, config: Config, place: Path, *, synthetic: bool = False, rounds: int = 5, updates: int | None = None
-) -> BenchResult:
+def bench(launch: Launch, config: Config, place: Path, *, rounds: int = 5, updates: int | None = None) -> BenchResult:
     """Measure the training of the recipe `config`. Collective.
 
-    `place`: the folder in which the runs are kept while they are needed. `synthetic`: use synthetic images. `updates`:
-    of each measurement; None: as many as the bare loop does in 5 seconds. Raises UserError if the data is missing,
-    nothing can be written in `place`, or the trainer fails.
+    `place`: the folder in which the runs are kept while they are needed. `updates`: of each measurement; None: as many
+    as the bare loop does in 5 seconds. Raises UserError if the data is missing, nothing can be written in `place`, or
+    the trainer fails.
     """
     config = dataclasses.replace(config, resume="auto", trackers=())
-    if synthetic:
-        config = with_synthetic_data(config)
-    splits = _load(config, synthetic)
-    workload = Workload(config, launch, splits)
+    workload = Workload(config, launch, splits_of(config))
     accelerator, plan = workload.accelerator, workload.plan
     runs = broadcast_from_main(accelerator, lambda: temporary_folder(place))
     try:
@@ -107,7 +94,7 @@ def bench(
             seconds = workload.bare_seconds(5, warm_up=3) / 5
             updates = broadcast_from_main(accelerator, lambda: max(FEWEST_UPDATES, math.ceil(ROUND_SECONDS / seconds)))
         warm_up = max(1, min(config.log_every_updates, updates // 4))
-        del workload, splits
+        del workload
         _clear(accelerator)
         measured = []
         for number in range(1, rounds + 1):
@@ -119,20 +106,6 @@ def bench(
         if launch.rank == 0:
             shutil.rmtree(runs, ignore_errors=True)
     figures = {
-        **figures_of(config, accelerator, plan, measured),
-        "synthetic": synthetic,
-        "updates": updates,
-        "warm_up_updates": warm_up,
-        "environment": environment(launch.world_size, [str(accelerator.device)]),
-    }
-    return BenchResult(broadcast_from_main(accelerator, lambda: figures))
-
-
-def figures_of(config: Config, accelerator: Accelerator, plan: Plan, rounds: list[Round]) -> dict[str, Any]:
-    """Return all results for JSON; of each rate the median, the quartiles and the single rounds."""
-    rates = {name: [getattr(each, name) for each in rounds] for name in ("limit", "input", "trainer")}
-    shares = [each.shares(config.batch_size) for each in rounds]
-    return {
         "recipe": config.recipe,
         "processes": plan.processes,
         "device": device_name(accelerator.device),
@@ -141,132 +114,72 @@ def figures_of(config: Config, accelerator: Accelerator, plan: Plan, rounds: lis
         "accumulation": plan.accumulation,
         "micro_batch": plan.micro_batch,
         "division": plan.division,
-        "rounds": len(rounds),
+        "rounds": rounds,
+        "updates": updates,
+        "warm_up_updates": warm_up,
+        **summary(measured, plan.batch_size),
+        "environment": environment(launch.world_size, [str(accelerator.device)]),
+    }
+    return BenchResult(broadcast_from_main(accelerator, lambda: figures))
+
+
+def summary(rounds: list[Round], batch_size: int) -> dict[str, Any]:
+    """Return what was measured, for JSON; of each rate the median, the quartiles and the single rounds."""
+    rates = {name: [getattr(each, name) for each in rounds] for name in ("limit", "input", "trainer")}
+    shares = [each.shares(batch_size) for each in rounds]
+    return {
         "images_per_second": {name: asdict(spread(measured)) for name, measured in rates.items()},
         "ratios": {f"{name}/limit": asdict(ratio(rates[name], rates["limit"])) for name in ("trainer", "input")},
-        "update_seconds": asdict(spread([plan.batch_size / rate for rate in rates["trainer"]])),
+        "update_seconds": asdict(spread([batch_size / rate for rate in rates["trainer"]])),
         "shares": {name: statistics.median(each[name] for each in shares) for name in shares[0]},
+        "save_seconds": statistics.median(each.save_seconds for each in rounds),
     }
 
 
-def with_synthetic_data(config: Config) -> Config:
-    """Return the same recipe on as many synthetic images, with as many channels, of the size of the model's input.
+def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int) -> Round:
+    """Measure limit, input and trainer once, each with its own model and data, so that nothing else is in memory."""
+    workload = Workload(config, launch, splits_of(config))
+    accelerator, images = workload.accelerator, config.batch_size * updates
+    alone = images / workload.input_seconds(updates, warm_up)
+    pieces = workload.piece_seconds()
+    limit = images / workload.bare_seconds(updates, warm_up)
+    del workload
+    _clear(accelerator)
 
-    Nothing is known about folders and hub datasets that are missing.
-    """
-    data = config.data
-    if data.name in PUBLISHED:
-        published = PUBLISHED[data.name]
-        channels, size, images = len(published.mean), published.size, published.train_images
-    elif data.name in ("digits", "synthetic"):
-        return config  # needs no download
-    else:
-        channels, size, images = data.channels, 224, max(TRAIN_IMAGES, 2 * config.batch_size)
-    synthetic = dataclasses.replace(
-        data,
-        name="synthetic",
-        channels=channels,
-        train_limit=data.train_limit or images,
-        val_fraction=0.0,
-        test_fraction=0.0,
-        sampler="balanced" if data.sampler == "weights" else data.sampler,  # drawn in the same time
-    )
-    model = dataclasses.replace(config.model, image_size=models.input_size(config.model, size, config.origin))
-    return dataclasses.replace(config, data=synthetic, model=model)
+    short = shortened(config, run, updates, warm_up)
+    with contextlib.redirect_stdout(io.StringIO()):
+        result = train(short, launch)
+    if not result.finished:  # a signal has stopped the run
+        raise KeyboardInterrupt
+    trained = broadcast_from_main(accelerator, lambda: read_run(run, warm_up))
+    _clear(accelerator)
+    return Round(limit, alone, *trained, pieces)
 
 
-def shortened(config: Config, plan: Plan, updates: int, log_every: int) -> Config:
-    """Return the recipe with about `updates` updates: part of an epoch, or several epochs of a small dataset.
-
-    `plan`: of the whole recipe. The short recipe saves only at the ends of epochs, where no speed is measured, and it
-    evaluates few images.
-    """
-    fits = updates * config.batch_size <= plan.samples
-    limit = updates * config.batch_size if fits else config.data.train_limit
-    in_an_epoch = updates if fits else plan.updates_per_epoch
-    warmup = config.schedule.warmup_epochs * plan.updates_per_epoch / in_an_epoch  # as many updates
+def shortened(config: Config, run: Path, updates: int, warm_up: int) -> Config:
+    """Return the recipe with so many updates after its warm-up. It evaluates few images, and saves only where no speed
+    is measured: at the ends of epochs."""
     return dataclasses.replace(
         config,
-        epochs=1 if fits else math.ceil(updates / plan.updates_per_epoch),
+        output_dir=run,
+        epochs=max(config.epochs, warm_up + updates),  # an epoch may have one update only
+        stop=Stop(updates=warm_up + updates),
         eval_every_updates=None,
-        log_every_updates=log_every,
-        data=dataclasses.replace(
-            config.data, train_limit=limit, test_limit=min(TEST_IMAGES, config.data.test_limit or TEST_IMAGES)
-        ),
-        schedule=dataclasses.replace(config.schedule, warmup_epochs=warmup),
-        stop=Stop(),
+        log_every_updates=warm_up,
+        data=dataclasses.replace(config.data, test_limit=min(TEST_IMAGES, config.data.test_limit or TEST_IMAGES)),
         checkpoint=dataclasses.replace(config.checkpoint, every_updates=None, every_seconds=0.0),
     )
 
 
-def read_run(run: Path, config: Config, plan: Plan, warm_up: int) -> tuple[float, float, float]:
-    """Return images/s, the fraction of data wait and the fraction of checkpoint stalls of a `shortened` run.
-
-    `config` and `plan`: of the whole recipe, which say how often it saves.
-    """
+def read_run(run: Path, warm_up: int) -> tuple[float, float, float]:
+    """Return images/s, the fraction of data wait and the seconds for which a save stopped a `shortened` run."""
     lines = [*read_json_lines(run / "metrics.jsonl")]
     trained = [line for line in lines if line["kind"] == "train" and line["update"] > warm_up]
     seconds = sum(line["seconds"] for line in trained)
     images = sum(line["images_per_second"] * line["seconds"] for line in trained)
     waiting = sum(line["data_wait_fraction"] * line["seconds"] for line in trained)
     stalled = statistics.median(line["stalled_seconds"] for line in lines if line["kind"] == "checkpoint")
-
-    update = seconds / (trained[-1]["update"] - warm_up)
-    saves = config.checkpoint
-    between = saves.every_epochs * plan.updates_per_epoch
-    if saves.every_updates is not None:
-        between = min(between, saves.every_updates)
-    if saves.every_seconds:
-        between = min(between, math.ceil(saves.every_seconds / update))
-    stall = stalled / between
-    share = update / (update + stall)  # of the time in which no checkpoint delays it
-    return images / seconds * share, waiting / seconds * share, 1 - share
-
-
-def _load(config: Config, synthetic: bool) -> Splits:
-    try:
-        return splits_of(config)
-    except UserError as error:
-        if synthetic:
-            raise
-        raise UserError(f"{error} {OR_SYNTHETIC}") from error
-
-
-def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int) -> Round:
-    """Measure limit, input and trainer once, each with its own model and data, so that nothing else is in memory.
-
-    One half of the limit is measured before the trainer and one after it. Otherwise a machine that is fast only for
-    some seconds, or that others begin to use, would favour one of the two.
-    """
-    workload = Workload(config, launch, splits_of(config))
-    accelerator, plan, images = workload.accelerator, workload.plan, config.batch_size * updates
-    half = -(-updates // 2)
-    bare_seconds = workload.bare_seconds(half, warm_up)
-    alone = images / workload.input_seconds(updates, warm_up)
-    pieces = workload.piece_seconds()
-    del workload
-    _clear(accelerator)
-
-    short = dataclasses.replace(shortened(config, plan, warm_up + updates, warm_up), output_dir=run)
-    with contextlib.redirect_stdout(io.StringIO()):
-        try:
-            result = train(short, launch)
-        except UnsavedError:
-            result = None
-    if result is None or result.failed_writes:
-        raise UserError(
-            "The trainer could not save its checkpoints (see above); free disk space or name another --output."
-        )
-    if not result.finished:  # a signal has stopped the run
-        raise KeyboardInterrupt
-    trained = broadcast_from_main(accelerator, lambda: read_run(run, config, plan, warm_up))
-    _clear(accelerator)
-
-    workload = Workload(config, launch, splits_of(config))
-    bare_seconds += workload.bare_seconds(half, warm_up)
-    del workload
-    _clear(accelerator)
-    return Round(config.batch_size * 2 * half / bare_seconds, alone, *trained, pieces)
+    return images / seconds, waiting / seconds, stalled
 
 
 def _clear(accelerator: Accelerator) -> None:

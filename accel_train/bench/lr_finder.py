@@ -27,6 +27,7 @@ from accel_train.run.start import find_start, load_data
 from accel_train.train import grouped
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup
 
+FIRST_RATE, LAST_RATE = 1e-6, 10.0
 SMOOTHING = 0.9
 """Weight of the older losses in the mean."""
 DIVERGED = 4.0
@@ -48,10 +49,8 @@ class LearningRates:
     """The rate around which the loss falls fastest over the logarithm of the rate; None: it does not fall."""
 
 
-def find_lr(
-    launch: Launch, config: Config, *, start: float = 1e-6, end: float = 10.0, updates: int = 100
-) -> LearningRates:
-    """Train the recipe `config` with learning rates from `start` to `end`, which grow by a constant factor.
+def find_lr(launch: Launch, config: Config, *, updates: int = 100) -> LearningRates:
+    """Train the recipe `config` with learning rates from 1e-6 to 10, which grow by a constant factor.
 
     Its schedule is left out, and with layer decay or optim.head-lr the other rates grow in proportion. It ends when the
     loss diverges or is not finite. Collective. Raises UserError if the recipe or its data cannot be used, or fewer than
@@ -59,26 +58,25 @@ def find_lr(
     """
     if updates < FEWEST:
         raise UserError(f"--updates: expected at least {FEWEST}, found {updates}.")
-    if not 0 < start < end < math.inf:
-        raise UserError(f"--start and --end: expected 0 < start < end, found {start:g} and {end:g}.")
     # What does not change the loss, but costs time or has a place in a run.
     config = dataclasses.replace(config, resume="never", trackers=(), bitwise=False)
     accelerator = connect(config, launch)
     begin = find_start(config, accelerator)
-    config = begin.config
-    splits = load_data(config, accelerator)
-    setup = create_training_setup(config, launch, accelerator, splits, weights=begin.weights)
+    splits = load_data(begin.config, accelerator)
+    setup = create_training_setup(begin.config, launch, accelerator, splits, weights=begin.weights)
     setup.sampler.plan = dataclasses.replace(setup.plan, updates=NO_END)  # the recipe's run may have fewer updates
-    models.set_train_mode(setup.model, config.model)
-    rates = [start * (end / start) ** (number / (updates - 1)) for number in range(updates)]
+    models.set_train_mode(setup.model, begin.config.model)
+    rates = np.geomspace(FIRST_RATE, LAST_RATE, updates).tolist()
     losses: list[float] = []
     smoothed: list[float] = []
+    mean = 0.0
     for rate, micro_batches in zip(rates, _batches(setup), strict=False):
         loss = _update(setup, len(losses), rate, micro_batches)
         if not math.isfinite(loss):
             break
         losses.append(loss)
-        smoothed = smooth(losses)
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+        smoothed.append(mean / (1 - SMOOTHING ** len(losses)))
         if accelerator.is_main_process and len(losses) % math.ceil(updates / 10) == 0:
             LOGGER.info(f"update {len(losses)}/{updates}, learning rate {rate:.2g}, loss {smoothed[-1]:.4g}")
         if smoothed[-1] > DIVERGED * min(smoothed):
@@ -86,7 +84,7 @@ def find_lr(
     if len(losses) < FEWEST:
         raise UserError(
             f"The loss has diverged after {counted(len(losses), 'update')}, at a learning rate of "
-            f"{rates[len(losses)]:.2g}: give a smaller --start, or look at the data and its normalisation."
+            f"{rates[len(losses)]:.2g}: look at the data and its normalisation."
         )
     tried = rates[: len(losses)]
     return LearningRates(tuple(tried), tuple(losses), tuple(smoothed), suggestion(tried, losses, smoothed))
@@ -121,15 +119,6 @@ def _update(setup: TrainingSetup, update: int, rate: float, window: tuple[int, I
     return mean
 
 
-def smooth(losses: Sequence[float]) -> list[float]:
-    """The exponential mean of the losses up to each one, divided by the sum of its weights."""
-    mean, smoothed = 0.0, []
-    for number, loss in enumerate(losses, 1):
-        mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
-        smoothed.append(mean / (1 - SMOOTHING**number))
-    return smoothed
-
-
 def suggestion(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]) -> float | None:
     """The rate around which the loss falls fastest; None: it falls nowhere before the smoothed loss is smallest.
 
@@ -137,14 +126,11 @@ def suggestion(rates: Sequence[float], losses: Sequence[float], smoothed: Sequen
     logarithm of the rate falls most steeply: a slope from one update to the next would be that of the noise. Rates
     grow by a constant factor.
     """
-    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
+    lowest = int(np.argmin(smoothed))
     decade = max(3, round(1 / math.log10(rates[1] / rates[0])))  # updates
-    position = np.log10(rates)
-    slopes = [
-        float(np.polyfit(position[first : first + decade], losses[first : first + decade], 1)[0])
-        for first in range(max(0, lowest + 1 - decade) + 1)
-    ]
-    steepest = min(range(len(slopes)), key=slopes.__getitem__)
+    starts = range(max(0, lowest + 1 - decade) + 1)
+    slopes = [np.polyfit(np.log10(rates[at : at + decade]), losses[at : at + decade], 1)[0] for at in starts]
+    steepest = int(np.argmin(slopes))
     return rates[steepest + decade // 2] if lowest and slopes[steepest] < 0 else None
 
 

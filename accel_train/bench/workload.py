@@ -1,14 +1,17 @@
 """The parts of a training for `accel-train bench`: the bare loop, the input, and single pieces of an update.
 
-Model, optimizer and input are those of train.py; logging, checkpoints and signals around its loop are missing.
+Model, optimizer and input are those of train.py; logging, checkpoints and signals around its loop are missing. At the
+end of the file is what measures: a clock, and the median and quartiles of several rounds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -17,16 +20,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from accel_train import models
-from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config
 from accel_train.data.order.plan import NO_END
 from accel_train.data.sources.load import Splits
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import as_in_training
-from accel_train.records.meter import Meter
-from accel_train.records.sinks import Stream
-from accel_train.run.nonfinite import Guard
 from accel_train.run.start import find_start
 from accel_train.training_setup import connect, create_training_setup
 
@@ -97,43 +96,28 @@ class Workload:
             self.setup.optimizer.zero_grad()
         return clock.stop()
 
-    def _backward(self, examples: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Run forward and backward of an update; return the logits and losses of its last micro-batch."""
+    def _backward(self, examples: Iterator[tuple[Tensor, Tensor]]) -> None:
+        """Run forward and backward of an update."""
         model, scaler = self.setup.model, self.accelerator.scaler
         for micro_batch in range(self.accumulation):
             is_last = micro_batch + 1 == self.accumulation
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model):
                 inputs, targets = next(examples)
-                logits = model(inputs)
-                losses = self.setup.criterion(logits, targets)
+                losses: Tensor = self.setup.criterion(model(inputs), targets)
                 loss = losses.mean() / self.accumulation
                 with models.preserve_buffers(self.setup.step.recomputed_buffers):
                     (loss if scaler is None else scaler.scale(loss)).backward()
-        return logits.detach(), losses.detach()
 
     def piece_seconds(self) -> dict[str, float]:
-        """Measure each piece of one update alone: augmentation, optimizer step, metrics with the guard's check."""
-        logits, losses = self._backward(cycle(self.examples))
-        batch, (_, targets) = self.batches[-1], self.examples[-1]
-        setup = self.setup
-        guard = Guard(setup.config, self.accelerator, setup.model, Stream(()).emit)
-        meter, state = Meter(self.accelerator, multi_label=self.setup.splits.multi_label), TrainState()
+        """Measure each piece of one update alone: the augmentation and the optimizer's step."""
+        self._backward(cycle(self.examples))
 
         def augment() -> None:
             for _ in range(self.accumulation):
-                self.setup.training.transform(batch)
-
-        def count() -> None:
-            guard.start(state)
-            for _ in range(self.accumulation):
-                guard.record(batch, losses)
-                meter.add(logits, targets, losses * batch["weights"], batch["weights"])
-            guard.check_step(state)
-            meter.commit()
+                self.setup.training.transform(self.batches[-1])
 
         return {
             "augmentation": self._mean_seconds(augment),
-            "metrics": self._mean_seconds(count),
             "optimizer": self._mean_seconds(self.setup.optimizer.step),
         }
 
@@ -177,3 +161,26 @@ def device_name(device: torch.device) -> str:
     """Return the name of the device ("NVIDIA A100-SXM4-80GB"), or its type ("cpu") if torch knows no name."""
     module = torch.get_device_module(device)
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of the rounds and the two quartiles: half of the rounds are between `low` and `high`."""
+
+    median: float
+    low: float
+    high: float
+    rounds: tuple[float, ...] = ()
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return the spread of `values`: at least one, in the order of the rounds."""
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0], (values[0],))
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, low, high, tuple(values))
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+    """Return the spread of the ratios within each round, which do not change when the machine's speed drifts."""
+    return spread([above / below for above, below in zip(numerators, denominators, strict=True)])

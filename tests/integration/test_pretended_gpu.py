@@ -600,7 +600,7 @@ def test_doctor(gpu: Pretended, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_bench(gpu: Pretended, tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
-    succeeded(gpu("bench", "digits", "--synthetic", "--rounds", 1, "--updates", 4, "--output", output))
+    succeeded(gpu("bench", "digits", "--rounds", 1, "--updates", 4, "--output", output))
     figures = json.loads(output.read_text())
     assert figures["environment"]["devices"] == ["cuda:0"]
     assert {"limit", "input", "trainer"} == figures["images_per_second"].keys()

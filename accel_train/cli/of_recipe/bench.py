@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from accel_train.bench import OR_SYNTHETIC
 from accel_train.cli.common import below_one, importing, without_run
 from accel_train.cli.table import print_table
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
@@ -30,8 +29,6 @@ class Bench(CommandOptions):
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
     """A recipe, as for train."""
-    synthetic: bool = False
-    """Use as many synthetic images, of the size of the model's input."""
     rounds: int = 5
     """Number of times that everything is measured, in turns."""
     updates: int | None = None
@@ -52,36 +49,32 @@ def bench(arguments: Sequence[str]) -> int:
         raise UserError(f"--output: {output} is a folder; name a file in it.")
 
     launch = prepare_environment()
-    if not options.synthetic and launch.world_size == launch.local_world_size:
+    if launch.world_size == launch.local_world_size:
         try:
             check_root(config.data)
         except UserError as error:
-            raise UserError(f"{error} {OR_SYNTHETIC}") from error
+            raise UserError(f"{error} Or measure on synthetic images: --data.name synthetic.") from error
     with importing(config.recipe):
         from accel_train.bench.bench import bench
         from accel_train.launch.agreement import end_world
 
-    synthetic, rounds, updates = options.synthetic, options.rounds, options.updates
-    result = bench(launch, config, output.parent, synthetic=synthetic, rounds=rounds, updates=updates)
+    figures = bench(launch, config, output.parent, rounds=options.rounds, updates=options.updates).figures
     end_world()
     if launch.rank == 0:
-        print_figures(result.figures)
+        print_figures(figures)
         with writing("--output", output):
-            output.write_text(json.dumps(result.figures, indent=2) + "\n")
+            output.write_text(json.dumps(figures, indent=2) + "\n")
         print_line(f"All figures: {output}")
     return 0
 
 
 def print_figures(figures: dict[str, Any]) -> None:
     """Print the tables. `figures`: those of a `BenchResult`."""
-    from accel_train.bench.statistics import ratio
-
-    rates, names = figures["images_per_second"], {"limit": "limit (bare loop)", "input": "input alone"}
+    names, ratios = {"limit": "limit (bare loop)", "input": "input alone"}, figures["ratios"]
     rows = []
-    for key, rate in rates.items():
-        share = asdict(ratio(rate["rounds"], rates["limit"]["rounds"]))
-        form = "{:.1%}" if share["median"] < 10 else "{:,.0f}x"
-        rows.append([names.get(key, key), *_cells(rate, "{:,.0f}"), *_cells(share, form)])
+    for key, rate in figures["images_per_second"].items():
+        share = ratios.get(f"{key}/limit")
+        rows.append([names.get(key, key), *_cells(rate, "{:,.0f}"), *(_cells(share, "{:,.1%}") if share else ["", ""])])
     print_line("")
     head = ["", "images/s", "quartiles", "of the limit", "quartiles "]
     print_table(head, rows, numbers=head[1:])
@@ -91,10 +84,10 @@ def print_figures(figures: dict[str, Any]) -> None:
     rows = [[name, f"{share * update * 1e3:.3f}", f"{share:.1%}"] for name, share in figures["shares"].items()]
     print_table(["an update", "ms", "share"], [*rows, ["in all", f"{update * 1e3:.3f}", ""]], numbers=["ms", "share"])
     print_line("")
-    synthetic = ", synthetic" if figures["synthetic"] else ""
+    print_line(f"A checkpoint stops the training for {figures['save_seconds'] * 1e3:.3g} ms")
     print_line(
         f"{counted(figures['processes'], 'process')} on {figures['device']}, {figures['precision']}; "
-        f"{figures['division']}{synthetic}; {figures['rounds']} rounds of {figures['updates']} updates, in turns, "
+        f"{figures['division']}; {figures['rounds']} rounds of {figures['updates']} updates, in turns, "
         f"after {figures['warm_up_updates']} updates of warm-up"
     )
 

@@ -26,12 +26,8 @@ class FindLr(CommandOptions):
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
     """A recipe, as for train."""
-    start: float = 1e-6
-    """The first learning rate."""
-    end: float = 10.0
-    """The last learning rate, if the loss does not diverge before."""
     updates: int = 100
-    """How many updates, at least 10. The rate grows by the same factor at each."""
+    """How many updates, at least 10. The rate grows by the same factor at each, from 1e-6 to 10."""
     output: Path | None = None
     """The picture, as SVG; default: lr-RECIPE.svg."""
 
@@ -53,14 +49,10 @@ def find_lr(arguments: Sequence[str]) -> int:
         from accel_train.bench.lr_finder import find_lr, plot
         from accel_train.launch.agreement import end_world
 
-    found = find_lr(launch, config, start=options.start, end=options.end, updates=options.updates)
+    found = find_lr(launch, config, updates=options.updates)
     end_world()
     if launch.rank != 0:
         return 0
-    lowest = min(found.smoothed)
-    print_line(
-        f"{len(found.rates)} updates; the smoothed loss was {found.smoothed[0]:.4g} at first, at least {lowest:.4g}"
-    )
     try:
         with writing("--output", output):
             plot(found, output)
@@ -68,7 +60,7 @@ def find_lr(arguments: Sequence[str]) -> int:
     except UserError as error:
         LOGGER.warning(str(error))
     if found.steepest is None:
-        print_line("The loss does not fall: try another --start and --end, and look at the data and the recipe.")
+        print_line("The loss does not fall: look at the data and the recipe.")
         return 1
     print_line(f"It falls fastest at {found.steepest:.2g}. Try --optim.lr {found.steepest:.2g}, with a warm-up.")
     return 0
