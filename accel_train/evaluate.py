@@ -47,15 +47,13 @@ def evaluate(
     if one of them fails, and RuntimeError unless each sample was evaluated exactly once.
     """
     model.eval()
-    multi_label = pipeline.multi_label
+    multi_label, keep_logits = pipeline.multi_label, keep_logits or own is not None
     means = mean_metrics(multi_label=multi_label)
     # What the figures of a whole split need of each sample: its prediction, or the logits of all its labels.
     outcome = same if multi_label else top5
     needed = {outcome, *(metric.predict for metric in means)}
     batches: list[tuple[Tensor, ...]] = []
     kept: list[Tensor] = []
-    if own is not None:
-        own.begin(pipeline.samples)
     for batch in through(pipeline.batches):
         inputs, labels = pipeline.transform(batch)
         with accelerator.autocast():
@@ -69,15 +67,10 @@ def evaluate(
         of_all = logits if multi_label else predicted[outcome][:, 0]
         # In the last batch of a loader that Accelerate prepared this also drops the padding.
         batches.append(accelerator.gather_for_metrics((ids, labels, of_all, *scores)))
-        if own is not None or (keep_logits and not multi_label):
-            # With several labels they are in `of_all`.
-            of_everyone = batches[-1][2] if multi_label else accelerator.gather_for_metrics(logits)
+        if keep_logits and not multi_label:  # with several labels they are in `of_all`
+            of_everyone = accelerator.gather_for_metrics(logits)
             if accelerator.is_main_process:
-                of_everyone = of_everyone.cpu()
-                if own is not None:
-                    own.add(batches[-1][0], batches[-1][1], of_everyone)
-                if keep_logits and not multi_label:
-                    kept.append(of_everyone)
+                kept.append(of_everyone.cpu())
 
     ids, *results = (torch.cat(parts).cpu() for parts in zip(*batches, strict=True))
     # In the order of the ids, so that a sum does not depend on which process computed what.
@@ -95,9 +88,10 @@ def evaluate(
     all_logits = torch.cat(kept)[order] if kept else None
     if multi_label and keep_logits and accelerator.is_main_process:
         all_logits = predictions
-    own_figures = {} if own is None else own.finish()
     no_numbers = ~predictions.isfinite().all(1) if multi_label else of_samples["loss"].isnan()
-    if (broken := int(no_numbers.sum())) > 0:
+    broken = int(no_numbers.sum())
+    own_figures = {} if own is None else own.figures(all_logits, labels, broken=broken > 0)
+    if broken:
         # The highest of such logits is their first: its accuracy could be the best of the run, and mean nothing.
         names = [*(metric.name for metric in table), *own_figures]
         return Evaluation.without_figures(names, labels, pipeline.transform.num_classes, broken, all_logits)
@@ -137,5 +131,4 @@ def create_metrics(config: Config, accelerator: Accelerator, splits: Splits) -> 
         return None
     from accel_train.records.own_metrics import create_own_metrics
 
-    samples = max((len(source) for source in (splits.validation, splits.test) if source is not None), default=0)
-    return create_own_metrics(config.metrics, accelerator, splits, samples)
+    return create_own_metrics(config.metrics, accelerator, splits)

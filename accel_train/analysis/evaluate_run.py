@@ -86,7 +86,7 @@ def _own_metrics(subject: Subject, accelerator: Accelerator) -> OwnMetrics | Non
     usable = [text for text in subject.config.metrics if text in (*given_metrics(), *CHOSEN_METRICS) or ":" in text]
     if (missing := [text for text in subject.config.metrics if text not in usable]) and accelerator.is_main_process:
         LOGGER.warning(f"metrics that were given as objects of Python are left out here: {', '.join(missing)}.")
-    return create_own_metrics(usable, accelerator, subject.splits, len(subject.source))
+    return create_own_metrics(usable, accelerator, subject.splits)
 
 
 USED = ("model.name", "data.name", "metrics")  # options that may name the user's own code

@@ -25,7 +25,7 @@ PREFIXES = {
 }
 """The options that may name a user's code -> the prefixes with which a value names something else. `metrics` may name
 several."""
-CHOSEN_METRICS = ("auroc", "top5_accuracy")
+CHOSEN_METRICS = ("top5_accuracy",)
 """The metrics of this package that --metrics may name."""
 
 OBJECT = "<object>"
@@ -108,7 +108,7 @@ def mistakes(option: str, text: str) -> list[str]:
     if reference is None:
         if option != "metrics" or text in CHOSEN_METRICS or text in given_metrics():
             return []
-        known = nearest(text, CHOSEN_METRICS) or f" It is none of {', '.join(CHOSEN_METRICS)}."
+        known = nearest(text, CHOSEN_METRICS) or f" There is {', '.join(CHOSEN_METRICS)}."
         return [f"{where}: {text!r} is not a metric of this package.{known} For your own, write FILE.py:NAME."]
     if reference.module == OBJECT:
         return [] if GIVEN.get(option, ("",))[0] == text else [missing(option, reference)]

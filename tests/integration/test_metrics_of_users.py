@@ -39,7 +39,7 @@ class Entropy:
     def compute(self):
         return self.total / self.count
 """
-NAMES = ("balanced", "margin", "Entropy", "auroc")
+NAMES = ("balanced", "margin", "Entropy")
 DIGITS = ("digits", "--data.val-fraction", "0.1", "--data.train-limit", "480", "--checkpoint.keep", "50")  # 10 updates
 
 
@@ -51,7 +51,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 def chosen(mine: Path) -> tuple[str, ...]:
-    return ("--metrics", *(name if name == "auroc" else f"{mine}:{name}" for name in NAMES))
+    return ("--metrics", *(f"{mine}:{name}" for name in NAMES))
 
 
 def evaluations(run: Path, split: str, weights: str = "model") -> list[dict[str, Any]]:
@@ -188,11 +188,11 @@ def test_it_may_change_in_a_run_unless_it_decides_what_is_best(mine: Path, tmp_p
     other.write_text(MINE)
     words = (*DIGITS, "--output-dir", str(run))
     assert helpers.run(*words, "--epochs", 1).returncode == 0
-    best = ("--metrics", "auroc", f"{mine}:balanced", "--best-metric", "balanced")
+    best = ("--metrics", f"{mine}:margin", f"{mine}:balanced", "--best-metric", "balanced")
     done = helpers.run(*words, "--epochs", 2, *best, "--allow-change", "epochs", "best-metric")
     assert done.returncode == 0, done.stderr
     assert "the best mine.py:balanced so far" not in done.stderr and "a new best is recorded" in done.stderr
-    assert [line.keys() & {"auroc", "balanced"} for line in evaluations(run, "val")] == [set(), {"auroc", "balanced"}]
+    assert [line.keys() & {"margin", "balanced"} for line in evaluations(run, "val")] == [set(), {"margin", "balanced"}]
     assert result(run)["best_update"] == 20
 
     fewer = ("--metrics", f"{mine}:balanced", f"{mine}:margin", "--best-metric", "balanced")
@@ -251,7 +251,7 @@ def test_objects_of_python_are_metrics_by_their_names(tmp_path: Path, caplog: py
         train(*DIGITS, epochs=2, **settings)
     longer = train(*DIGITS, "--allow-change", "epochs", epochs=2, metrics=given, **settings)
     assert [line["epoch"] for line in evaluations(run, "val")] == [1, 2] and longer.figures["best_metric"] == "balanced"
-    for name in ("auroc", "accuracy"):
+    for name in ("top5_accuracy", "accuracy"):
         with pytest.raises(UserError, match=name):
             train(*DIGITS, metrics={name: balanced}, output_dir=tmp_path / "other")
 

@@ -9,7 +9,6 @@ FIGURES = {
     "top5_accuracy": "top-5 accuracy",
     "f1": "macro F1",
     "micro_f1": "micro F1",
-    "auroc": "AUROC",
     "all labels right": "images with all labels right",
 }
 
