@@ -36,10 +36,10 @@ def init(arguments: Sequence[str]) -> int:
     options, _ = parse_command(Init, arguments, "accel-train init", positional=("dir",))
     folder = options.dir.expanduser()
     contents = {folder / name: read_regular_file(path, follow=True) for name, path in starter_files().items()}
-    if different := {str(blocked) for path, content in contents.items() if (blocked := _blocking(path, content))}:
+    if different := [str(path) for path, content in contents.items() if _differs(path, content)]:
         raise UserError(
             f"accel-train init: nothing was written, because these exist and differ from what would be written: "
-            f"{', '.join(sorted(different))}. Move them away, or name another folder."
+            f"{', '.join(different)}. Move them away, or name another folder."
         )
     new = [path for path in contents if not path.exists()]
     try:
@@ -48,8 +48,8 @@ def init(arguments: Sequence[str]) -> int:
             atomic_write(path, contents[path])
     except OSError as error:
         raise UserError(
-            f"accel-train init: cannot write into {folder}: {error.strerror or error}. No file is incomplete, and the "
-            "same command writes those that are missing."
+            f"accel-train init: cannot write into {folder} ({error.strerror}: {error.filename}). No file is "
+            "incomplete, and the same command writes those that are missing."
         ) from error
     environment = _link_environment(folder)
     print_line(f"{folder}: wrote {counted(len(new), 'file')}; {len(contents) - len(new)} were there already")
@@ -63,16 +63,12 @@ def init(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _blocking(path: Path, content: bytes) -> Path | None:
-    """Return what is in the place of a file that is to be written: a file in the place of one of its folders, or
-    another file; None if the place is free or has this `content`."""
-    folder = next((parent for parent in path.parents if os.path.lexists(parent) and not parent.is_dir()), None)
-    if folder is not None:
-        return folder
+def _differs(path: Path, content: bytes) -> bool:
+    """Whether something other than this `content` is in the place of a file that is to be written."""
     try:
-        return path if os.path.lexists(path) and read_regular_file(path, follow=True) != content else None
+        return os.path.lexists(path) and read_regular_file(path, follow=True) != content
     except OSError:
-        return path
+        return True
 
 
 def _link_environment(folder: Path) -> str | None:

@@ -177,12 +177,10 @@ def _start(entry: Any) -> Start | None:
 
 
 PHASES = {
-    "training": "training",
-    "evaluating": "evaluation",
-    "saving": "waiting for saves",
-    "starting": "starting, until the first update is done",
-    "repeated": "done twice after interruptions",
-}
+    "training": "training", "evaluating": "evaluating", "saving": "saving", "starting": "starting",
+    "repeated": "done twice",
+}  # fmt: skip
+"""The phases of a start, and what the last screen calls them."""
 
 
 def cost_of(starts: Sequence[Start]) -> dict[str, Any]:
@@ -212,31 +210,11 @@ def cost_of(starts: Sequence[Start]) -> dict[str, Any]:
 
 
 def cost_text(cost: dict[str, Any]) -> str:
-    """One line for the last screen: the wall time, its parts of one percent and more, and the ETTR."""
-    wall = cost["wall_seconds"]
-    names = {"training": "training", "evaluating": "evaluating", "saving": "saving", "starting": "starting",
-             "repeated": "done twice", "between": "between starts"}  # fmt: skip
+    """One line for the last screen and the report: the wall time, and its parts of one percent and more."""
+    wall, names = cost["wall_seconds"], {**PHASES, "between": "between starts"}
     parts = [f"{share:.0%} {name}" for key, name in names.items() if (share := cost[f"{key}_seconds"] / wall) >= 0.005]
     starts = f" in {cost['starts']} starts" if cost["starts"] > 1 else ""
     return f"{duration(wall)}{starts}: {', '.join(parts)}"
-
-
-def cost_rows(cost: dict[str, Any]) -> list[tuple[str, str]]:
-    """The rows of the report: what, and how much."""
-    wall = cost["wall_seconds"]
-    rows = [("starts", str(cost["starts"])), ("wall time", duration(wall))]
-    if not cost["complete"]:
-        rows.append(("not counted", "what came before the checkpoint with which this record begins"))
-    for phase, title in {**PHASES, "between": "between two starts"}.items():
-        seconds = cost[f"{phase}_seconds"]
-        if seconds:
-            rows.append((title, f"{duration(seconds)} ({seconds / wall:.1%})"))
-    rows.append(("of the training: waiting for data", duration(cost["waiting_for_data_seconds"])))
-    if cost["ettr"] is not None:
-        rows.append(("effective training time ratio", f"{cost['ettr']:.1%}"))
-    if cost["accelerator_hours"] is not None:
-        rows.append(("accelerator-hours", f"{cost['accelerator_hours']:.3g}"))
-    return rows
 
 
 def duration(seconds: float) -> str:

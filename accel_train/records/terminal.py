@@ -42,7 +42,6 @@ class LiveConsole(Console):
         self._figures: dict[str, str] = {}
         self._row: EpochRow | None = None  # of the epoch that has just ended
         self._row_update: int | None = None  # of the last one that was printed
-        self._short: bool | None = None  # whether the lines of epochs have short names of metrics; None: not decided
 
     def __enter__(self) -> LiveConsole:
         if self._rich.is_jupyter:
@@ -119,12 +118,10 @@ class LiveConsole(Console):
         if row is None:
             return
         self._row_update = row.update
-        if self._short is None:  # the first line decides, so that all look the same
-            self._short = row.needs_short_names(self.epoch_text(row.epoch), self._rich.width)
         self._print(self._row_text(row))
 
     def _row_text(self, row: EpochRow) -> str:
-        return row.lines(self.epoch_text(row.epoch), width=self._rich.width, short=self._short is True)
+        return row.lines(self.epoch_text(row.epoch), self._rich.width)
 
     def _print(self, text: str, style: str = "") -> None:
         """Print on the terminal, broken between words."""
@@ -171,9 +168,6 @@ def _use_plain_streams() -> None:
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
 
-SHORT_NAMES = {"accuracy": "acc"}
-
-
 @dataclass(frozen=True)
 class EpochRow:
     """The line of an epoch on a terminal, with what has been evaluated until now."""
@@ -184,31 +178,18 @@ class EpochRow:
     splits: Mapping[str, Mapping[str, str]]
     seconds: float
 
-    def lines(self, label: str, width: int | None, *, short: bool = False) -> str:
-        """Return the line, which goes on under its first split if it is longer than `width`.
-
-        `short`: with the short names of the metrics that have one, so that the line fits more often.
-        """
+    def lines(self, label: str, width: int) -> str:
+        """Return the line, which goes on under its first split if it is longer than `width`."""
         text = label
         column = len(label)
-        names = SHORT_NAMES if short else {}
-        parts = [
-            f"{split} {line_of({names.get(name, name): value for name, value in figures.items()}, ' ')}"
-            for split, figures in self.splits.items()
-        ]
+        parts = [f"{split} {line_of(figures, ' ')}" for split, figures in self.splits.items()]
         parts[-1] += f"  {self.seconds:.1f} s"
         for part in parts:
-            if width is not None and column > len(label) and column + 2 + len(part) > width:
+            if column > len(label) and column + 2 + len(part) > width:
                 text, column = f"{text}\n{'':{len(label)}}", len(label)
             text += f"  {part}"
             column += 2 + len(part)
         return text
-
-    def needs_short_names(self, label: str, width: int) -> bool:
-        """Whether the long names do not fit into `width`. Where short ones need several lines, too, long ones may."""
-        if len(self.lines(label, None, short=True)) <= width:
-            return len(self.lines(label, None)) > width
-        return max(map(len, self.lines(label, width).split("\n"))) > width
 
 
 PAGE = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_train.launch.environment import Launch
-from accel_train.records.cost import FILE, Ledger, Start, cost_of, cost_rows, cost_text, duration, read_starts
+from accel_train.records.cost import FILE, Ledger, Start, cost_of, cost_text, duration, read_starts
 from accel_train.records.directory import RunDirectory
 
 
@@ -63,20 +63,17 @@ def test_the_parts_add_up_to_the_wall_time() -> None:
     assert cost["accelerator_hours"] is None
     text = cost_text(cost)
     assert text.startswith("4 min 10 s in 3 starts: 39% training, 2% evaluating,") and "6% done twice" in text
-    rows = dict(cost_rows(cost))
-    assert rows["effective training time ratio"] == "41.6%" and rows["between two starts"] == "1 min 40 s (40.0%)"
-    assert not any("accelerator" in name for name in rows)
 
 
 def test_a_run_that_began_elsewhere_says_so() -> None:
     assert cost_of([]) == {}
     cost = cost_of([start(0, 10, 50, 60, training=5)])
-    assert not cost["complete"] and "not counted" in dict(cost_rows(cost))
+    assert not cost["complete"]
 
 
 def test_accelerators_are_counted_by_the_hour() -> None:
     cost = cost_of([Start(0, 3600, 4, 4, 0, 10), Start(3600, 5400, 4, 4, 10, 20)])
-    assert cost["accelerator_hours"] == 6 and dict(cost_rows(cost))["accelerator-hours"] == "6"
+    assert cost["accelerator_hours"] == 6
 
 
 def test_damaged_starts_are_left_out(tmp_path: Path) -> None:

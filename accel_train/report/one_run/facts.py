@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_train.records.cost import cost_of, cost_rows, read_starts
+from accel_train.records.cost import cost_of, cost_text, read_starts
 from accel_train.report.shared.records import RunRecords
 
 
@@ -44,7 +44,9 @@ def machine_of(run: RunRecords) -> list[tuple[str, str]]:
 def costs_of(run: RunRecords) -> list[tuple[str, str]]:
     """What the run cost, its speed, and how often it was disturbed."""
     cost = cost_of(read_starts(run.path))
-    rows = cost_rows(cost) if cost else []
+    rows = [("time", cost_text(cost))] if cost else []
+    if hours := cost.get("accelerator_hours"):
+        rows.append(("accelerator-hours", f"{hours:.3g}"))
     if speed := run.result.get("images_per_second"):
         rows.append(("speed of training", f"{speed:,.0f} images/s"))
     counts = {kind: sum(event[0] == kind for event in run.events) for kind in ("rewind", "skipped")}
