@@ -26,7 +26,7 @@ from trainer import trainer
 
 from accel_train.bench.workload import ratio, spread
 from accel_train.cli.table import print_table
-from accel_train.report.shared.plots import import_pyplot, save
+from accel_train.report.curves import import_pyplot, save
 
 HERE = Path(__file__).parent
 SECOND_PASS = "tutorial's second pass"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,8 @@ from accel_train.checkpoint.weights import one_of_run
 from accel_train.config.schema import Config
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.images import ImageError, decode, to_tensor
-from accel_train.errors import UserError, counted, first_of, needing
+from accel_train.errors import UserError, counted, first_of
 from accel_train.ownership.generation import read_result
-from accel_train.records.metrics import training_loss
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.untrusted import read_json_lines
 from accel_train.user_code.reference import short_name
@@ -112,19 +110,6 @@ class LoadedRun:
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of one kind: "train", "eval", "checkpoint" or "event". A torn line is left out."""
         return list(read_json_lines(self.path / "metrics.jsonl", kind))
-
-    def to_pandas(self, kind: str) -> Any:
-        """The same lines as a DataFrame. Raises UserError if pandas is not installed."""
-        with needing("pandas is not installed: pip install pandas, or use rows()."):
-            pandas: Any = importlib.import_module("pandas")
-        return pandas.DataFrame(self.rows(kind))
-
-    def plot(self) -> Any:
-        """The curves of the run as a Figure, which a notebook shows. Raises UserError without matplotlib."""
-        from accel_train.analysis.curves import plot_curves
-
-        apart = training_loss(self.config.loss.name, multi_label=self.info.multi_label)
-        return plot_curves(self.rows("train"), self.rows("eval"), str(self.path), apart)
 
     @property
     def result(self) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from accel_train.data.order.plan import NO_END
 from accel_train.errors import LOGGER, UserError, counted
 from accel_train.evaluate import Batch
 from accel_train.launch.environment import Launch
-from accel_train.report.shared.plots import import_pyplot, save
+from accel_train.report.curves import import_pyplot, save
 from accel_train.run.start import find_start, load_data
 from accel_train.train import grouped
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup

@@ -14,7 +14,7 @@ from accel_train.config.compatibility import affects_learning
 from accel_train.export.formats import OPSET
 from accel_train.export.preprocess import FILE
 from accel_train.records.model_info import ModelInfo
-from accel_train.report.shared.records import RunRecords, differences_from_recipe, read_run
+from accel_train.report.records import RunRecords, differences_from_recipe, read_run
 from accel_train.untrusted import read_json_object
 from accel_train.user_code.reference import PREFIXES, short_name
 

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accel_train.analysis.evaluate_run import evaluate_run
-from accel_train.analysis.load_run import data_of_run, read_config
+from accel_train.analysis.load_run import data_of_run
 from accel_train.analysis.measure import EvaluationResult
 from accel_train.analysis.predictions import Predictions, read_predictions
 from accel_train.checkpoint.weights import digest_of_run
 from accel_train.errors import UserError, reason_of, writing
 from accel_train.files import atomic_write
 from accel_train.launch.environment import Launch
-from accel_train.report.one_run.augmented import augmented_pictures
-from accel_train.report.one_run.page import Pictures, page_of_run
-from accel_train.report.one_run.pictures import worst_and_right
+from accel_train.report.curves import import_pyplot
+from accel_train.report.page import check_page, page_of_run
+from accel_train.report.pictures import Picture, worst_images
+from accel_train.report.records import RunRecords, check_runs
 from accel_train.report.several_runs import Table, compare_runs, csv_of_runs, page_of_runs
-from accel_train.report.shared.plots import import_pyplot
-from accel_train.report.shared.records import RunRecords, check_runs
-from accel_train.report.shared.render import check_page
 from accel_train.untrusted import read_json_object
 
 Evaluate = Callable[..., EvaluationResult]
@@ -74,12 +72,13 @@ def report(
     evaluate: Evaluate | None = None
     if evaluates:
         evaluate = partial(evaluate_run, launch, checkpoint=checkpoint, trust_code=trust_code, keep_predictions=True)
-    pictures, notes = Pictures(), list[str]()
+    notes: list[str] = []
     evaluation, predictions = _evaluated(runs[0], notes, checkpoint, evaluate)
-    if predictions is not None or evaluates:
-        pictures = _pictures(runs[0], evaluation.get("split", ""), predictions, notes, trust_code=trust_code)
+    worst: list[Picture] = []
+    if predictions is not None:
+        worst = _worst(runs[0], evaluation.get("split", ""), predictions, notes, trust_code=trust_code)
     with _of_records(*paths):
-        page = page_of_run(runs[0], evaluation, pictures, notes)
+        page = page_of_run(runs[0], evaluation, worst, notes)
     with writing("--output", output):
         atomic_write(output, page)
     return ReportResult(output, evaluation)
@@ -154,27 +153,17 @@ def _kept(run: Path, digest: str, splits: Sequence[str], notes: list[str]) -> tu
     return None
 
 
-def _pictures(
-    run: RunRecords, split: str, predictions: Predictions | None, notes: list[str], *, trust_code: bool
-) -> Pictures:
-    """Images of the evaluated `split`, if there are predictions of it, and of the training; `notes` says why not."""
+def _worst(
+    run: RunRecords, split: str, predictions: Predictions, notes: list[str], *, trust_code: bool
+) -> list[Picture]:
+    """The worst images of the evaluated `split`; `notes` says why there are none."""
     try:
         config, splits = data_of_run(run.path, trust_code=trust_code)
     except UserError as error:
         notes.append(f"The images are left out: {error}")
-        return Pictures()
-    pictures = Pictures()
-    try:
-        own = read_config(run.path, uses=("augment.own",), trust_code=trust_code).augment.own
-        config = replace(config, augment=replace(config.augment, own=own))
-        pictures = Pictures(augmented=augmented_pictures(splits, run.info, config))
-    except UserError as error:
-        notes.append(f"The training images are left out: {error}")
-    if predictions is None:
-        return pictures
+        return []
     source = splits.test if split == "test" else splits.validation
     if source is None or len(source) != len(predictions.ids):
         notes.append(f"The {split} images are left out: the data has changed since the evaluation.")
-        return pictures
-    worst, right = worst_and_right(predictions, source, run.info, config)
-    return replace(pictures, worst=worst, right=right)
+        return []
+    return worst_images(predictions, source, run.info, config)

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.errors import one_line
-from accel_train.report.shared.charts import Chart, Line, draw
-from accel_train.report.shared.names import figure_title
-from accel_train.report.shared.records import RunRecords, state_of
-from accel_train.report.shared.render import render
+from accel_train.report.curves import Chart, Line, draw
+from accel_train.report.page import render
+from accel_train.report.records import RunRecords, figure_title, state_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from sklearn.metrics import confusion_matrix
 from accel_train.analysis.figures import multi_label_figures, single_label_figures
 from accel_train.config.schema import Config
 from accel_train.records.model_info import ModelInfo
-from accel_train.report.shared.records import RunRecords
+from accel_train.report.records import RunRecords
 
 Losses = Sequence[float | None]
 

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, in_browser
-from made_up import evaluation_by_counts, made_up_evaluation, made_up_run
+from made_up import made_up_evaluation, made_up_run
 from PIL import Image
 
-from accel_train.report.one_run.augmented import Augmented
-from accel_train.report.one_run.page import Pictures, page_of_run
-from accel_train.report.one_run.pictures import Picture
+from accel_train.report.page import page_of_run
+from accel_train.report.pictures import Picture
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"), pytest.mark.slow]
 
@@ -30,7 +29,7 @@ PROBE = """(() => {
     for (const element of document.body.querySelectorAll("*"))
         if (!inside(element) && element.getBoundingClientRect().right > root.clientWidth + 1)
             wide.push(element.tagName + "." + element.className);
-    for (const box of document.querySelectorAll("figure, .tile, .words, .note, .chart"))
+    for (const box of document.querySelectorAll("figure, .words, .note, .chart"))
         if (box.scrollWidth > box.clientWidth + 1) wide.push("in " + box.className);
     for (const text of document.querySelectorAll("svg text")) {
         const outer = text.closest("svg").getBoundingClientRect(), inner = text.getBoundingClientRect();
@@ -56,9 +55,8 @@ def page_with(count: int) -> str:
     images = {"images": 10 * count, "class_images": [1 + number % 19 for number in range(count)]}
     run = made_up_run(names, train=[1 / n for n in range(1, 10)], val=losses, data={"train": images, "unused": "9 .db"})
     shown = [Picture("folder/" + "n" * 80 + ".jpg", uri(), f"{names[-1]} (90%)", f"{names[0]} (1%)", 3.0)] * 7
-    augmented = [Augmented("m" * 90, [(uri(), f"{names[-1]} 70%, {names[0]} 30%")] * 2)] * 3
     evaluation = made_up_evaluation(names, 4000 if count > 10 else 200)
-    return page_of_run(run, evaluation, Pictures(shown, shown, augmented), ["A note about " + "y" * 150])
+    return page_of_run(run, evaluation, shown, ["A note about " + "y" * 150])
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -84,15 +82,8 @@ def test_the_letters_of_all_curves_have_one_size(tmp_path: Path) -> None:
         assert len(sizes) == 5 and min(sizes) >= 8 and max(sizes) <= 1.1 * min(sizes), (width, sizes)
 
 
-def test_a_run_of_one_epoch_does_not_overflow(tmp_path: Path) -> None:
-    run = made_up_run(["x" * 200, "b"], train=[1.0], val=[0.9])
-    page = page_of_run(run, evaluation_by_counts([[0, 20], [0, 30]]), Pictures(), [])
-    seen = in_browser(page, tmp_path, 390, PROBE)
-    assert seen["wide"] == [] and not seen["scrolls"] and seen["problems"] == []
-
-
 def test_a_probe_that_cannot_fail_would_prove_nothing(tmp_path: Path) -> None:
-    page = page_of_run(made_up_run(train=[1.0]), {}, Pictures(), [])
+    page = page_of_run(made_up_run(train=[1.0]), {}, [], [])
     broken = page.replace("<header>", '<header><div style="width: 3000px">wide</div>', 1)
     seen = in_browser(broken, tmp_path, 900, PROBE)
     assert seen["scrolls"] and seen["wide"] == ["DIV."]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 from made_up import evaluation_by_counts, made_up_run, multi_label_evaluation
 
 from accel_train.config.schema import Config
-from accel_train.report.one_run.trends import overfits_from, still_improves
-from accel_train.report.one_run.words import words_of
-from accel_train.report.shared.records import RunRecords
+from accel_train.report.records import RunRecords
+from accel_train.report.words import words_of
 
 FALLING = [2.0, 1.5, 1.1, 0.8, 0.6, 0.45, 0.35, 0.28, 0.23, 0.19, 0.16, 0.14]
 TURNING = [2.0, 1.5, 1.2, 1.0, 1.05, 1.1, 1.2, 1.25, 1.4, 1.5, 1.6, 1.7]
@@ -56,48 +54,6 @@ def test_one_class_for_everything() -> None:
     only = told(made_up_run(), evaluation_by_counts([[0, 0], [0, 20]]))  # right, as far as one can know
     assert "All test images are of one class, dog, so this says little." in only
     assert "It names one class" not in only and "better" not in only
-
-
-def test_overfitting_begins_at_the_lowest_validation_loss() -> None:
-    text = "From epoch 4 on it overfits: the validation loss rises while the training loss falls."
-    assert text in told(made_up_run(train=FALLING, val=TURNING))
-    assert text in told(made_up_run(train=FALLING, val=LEVEL, ema=TURNING))  # whose weights are used
-    for train, val in ((FALLING, LEVEL), (FALLING, FALLING), (TURNING, TURNING), (FALLING, TURNING[:7]), (FALLING, [])):
-        assert "overfits" not in told(made_up_run(train=train, val=val))
-    bad = [*FALLING[:-1], 3.0]  # a single bad epoch
-    assert "overfits" not in told(made_up_run(train=FALLING, val=bad))
-    tiny = [1.0 + 0.001 * epoch for epoch in range(12)]  # a rise that harms nobody
-    assert "overfits" not in told(made_up_run(train=FALLING, val=tiny))
-    assert "overfits" not in told(made_up_run(train=FALLING, test=TURNING))
-
-
-def test_noise_is_not_called_a_trend() -> None:
-    numbers = np.random.default_rng(0)
-    calls = 0
-    for _ in range(100):
-        noise = (1 + 0.1 * numbers.normal(size=30)).tolist()
-        run = made_up_run(train=[2.0 - 0.05 * epoch for epoch in range(30)], val=noise)
-        calls += (overfits_from(run) is not None) + (still_improves(run) is not None)
-    assert calls <= 5
-
-
-def test_not_converged() -> None:
-    steep = [2.0 - 0.1 * epoch for epoch in range(12)]
-    text = "It had not converged: in the last epochs the validation loss still fell by"
-    assert text in told(made_up_run(train=FALLING, val=steep))
-    assert "the test loss still fell" in told(made_up_run(train=FALLING, test=steep))
-    stopped = {"epochs": 12, "stopped_by": "patience"}
-    slow = [1.0 - 0.001 * epoch for epoch in range(12)]
-    for run in (
-        made_up_run(train=FALLING, val=LEVEL),
-        made_up_run(train=FALLING, val=TURNING),
-        made_up_run(train=FALLING, val=slow),
-        made_up_run(train=FALLING, val=steep[:4]),
-        made_up_run(train=FALLING, val=steep, result=stopped),
-        made_up_run(train=FALLING, val=steep, result={}),  # it has not ended
-        made_up_run(train=FALLING),
-    ):
-        assert "converged" not in told(run)
 
 
 def test_the_best_epoch() -> None:
@@ -176,7 +132,7 @@ def test_several_labels_an_image() -> None:
     assert "To rank the images at random would give about 25.0%." in text
     assert "right on" not in text and "better" not in text
     text = told(made_up_run(multi_label=True, train=FALLING, val=TURNING))
-    assert "by the validation mean average precision was 4 of 12" in text and "From epoch 4 on it overfits" in text
+    assert "by the validation mean average precision was 4 of 12" in text
 
 
 def test_without_an_evaluation_the_words_are_of_the_result() -> None:

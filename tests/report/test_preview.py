@@ -9,11 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from accel_train.api import preview
 from accel_train.cli import main
+from accel_train.config.options import parse
+from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError
+from accel_train.report.preview import augmented_pictures, label_text
+from accel_train.report.records import read_run
 
 
 def pixels(uri: str) -> Any:
@@ -71,3 +76,32 @@ def test_mistakes_leave_no_picture(
     assert [*tmp_path.iterdir()] == [] and "Traceback" not in capsys.readouterr().err
     with pytest.raises(UserError, match="--output"):
         preview("digits", output=tmp_path)  # a folder
+
+
+def test_the_augmented_images_are_those_of_the_first_epochs(digits_run: Path) -> None:
+    run = read_run(digits_run)
+    config = parse([str(digits_run / "config.yaml")])
+    splits = load_splits(config.data, config.seed)
+    shown = augmented_pictures(splits, run.info, config, samples=6, times=2)
+    assert len(shown) == 6 and len({picture.name for picture in shown}) == 6
+    assert config.augment.crop == "random" and config.augment.pad == 1
+    moved = 0
+    for picture in shown:
+        (id,) = [id for id in range(len(splits.train)) if splits.train.name(id) == picture.name]
+        original = np.pad(splits.train.fetch([id])[0][0].numpy().astype(int), 1)
+        for uri, label in picture.views:
+            assert label == splits.classes[int(splits.train.labels[id])]
+            seen = pixels(uri).astype(int)  # a window of the padded image
+            windows = [original[top : top + 8, left : left + 8] for top in range(3) for left in range(3)]
+            assert min(np.abs(seen - window).max() for window in windows) <= 1
+        moved += len(picture.views) == 2
+    assert moved >= 3
+
+
+def test_the_label_of_a_mixed_image_has_its_shares() -> None:
+    classes = ("cat", "dog", "bird")
+    assert label_text(torch.tensor(1), classes) == "dog"
+    assert label_text(torch.tensor([0.25, 0.75, 0.0]), classes) == "dog 75%, cat 25%"
+    assert label_text(torch.tensor([0.999, 0.001, 0.0]), classes) == "cat"
+    assert label_text(torch.tensor([1.0, 0.0, 1.0]), classes) == "cat, bird"
+    assert label_text(torch.zeros(3), classes) == "none"

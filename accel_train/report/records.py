@@ -1,4 +1,4 @@
-"""What a run has written, read for its report."""
+"""What a run has written, read for its report, and what the pages call its figures."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.untrusted import read_json_lines, read_json_object
 
 Row = dict[str, Any]
+SPLITS = {"train": "training", "val": "validation", "test": "test"}
+FIGURES = {
+    "map": "mean average precision",
+    "micro_map": "micro average precision",
+    "top5_accuracy": "top-5 accuracy",
+    "f1": "macro F1",
+    "micro_f1": "micro F1",
+    "all labels right": "images with all labels right",
+}
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,16 @@ class RunRecords:
         """The eval lines of a split ("train": of training's own samples) and of "model" or "ema"."""
         found = self.of_kind("eval")
         return [line for line in found if (line.get("split"), line.get("weights")) == (split, weights)]
+
+    @cached_property
+    def held_out(self) -> tuple[str, list[Row]]:
+        """The split that was evaluated during training, "val" or "test", and its evaluations, one an epoch, of the EMA
+        if there is one; "" and [] if there is none. The trainer decides by the same weights."""
+        for split in ("val", "test"):
+            rows = self.evaluations(split, "ema") or self.evaluations(split, "model")
+            if rows:
+                return split, [*{row["epoch"]: row for row in rows}.values()]
+        return "", []
 
     @cached_property
     def updates_per_epoch(self) -> float:
@@ -154,3 +173,8 @@ def check_runs(paths: Iterable[Path]) -> list[RunRecords]:
             mistakes += error.messages
     raise_mistakes(mistakes)
     return runs
+
+
+def figure_title(name: str) -> str:
+    """Such as "top-5 accuracy" for "top5_accuracy"."""
+    return FIGURES.get(name, name.replace("_", " "))

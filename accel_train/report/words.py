@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from accel_train.analysis.figures import images_of_classes, interval_of
 from accel_train.errors import first_of
-from accel_train.report.one_run.trends import best_of, held_out, overfits_from, still_improves
-from accel_train.report.shared.names import SPLITS, figure_title
-from accel_train.report.shared.records import Row, RunRecords
+from accel_train.report.curves import best_of
+from accel_train.report.records import SPLITS, Row, RunRecords, figure_title
 
 IMBALANCE = 10  # the largest class has so many times the training images of the smallest
 
@@ -41,7 +40,7 @@ def shown_record(run: RunRecords, evaluation: Row) -> tuple[str, Row, str]:
         record: Row = {metric: run.result[f"test_{metric}"], "count": run.result["test_images"]}
         record |= {name: run.result[name] for name in ("confusion", "class_images") if name in run.result}
         return "test", record, "The model"
-    split, rows = held_out(run)
+    split, rows = run.held_out
     if not rows:
         return "", {}, ""
     subject = "The EMA" if rows[-1].get("weights") == "ema" else "The model"
@@ -126,7 +125,7 @@ def _ending(run: RunRecords) -> Iterator[Sentence]:
     if rewinds:
         times = "once" if rewinds == 1 else f"{rewinds} times"
         yield Sentence(f"The run went back to a checkpoint {times} because the loss was not finite.", "warning")
-    rows = [*run.evaluations("train", "model"), *held_out(run)[1]]
+    rows = [*run.evaluations("train", "model"), *run.held_out[1]]
     broken = sorted({row["epoch"] for row in rows if "loss" in row and row["loss"] is None})
     if broken:
         epochs = f"epoch{'s' * (len(broken) > 1)} {first_of([*map(str, broken)], 5)}"
@@ -134,8 +133,8 @@ def _ending(run: RunRecords) -> Iterator[Sentence]:
 
 
 def _course(run: RunRecords) -> Iterator[Sentence]:
-    """What the curves say: the best epoch, overfitting, or that it could have gone on."""
-    split, rows = held_out(run)
+    """The best epoch, or why nothing says which it was."""
+    split, rows = run.held_out
     epochs = len({row["epoch"] for row in run.evaluations("train", "model")})
     best = best_of(run)
     if best is not None and len(rows) > 1:
@@ -143,23 +142,8 @@ def _course(run: RunRecords) -> Iterator[Sentence]:
         text = f"The best epoch by the validation {metric} was {best.epoch} of {rows[-1]['epoch']} ({best.shown})"
         last = f"; the last one has {best.shown_last}" if best.epoch != rows[-1]["epoch"] else ", the last one"
         yield Sentence(f"{text}{last}.")
-    began, fall = overfits_from(run), still_improves(run)
-    if began is not None:
-        yield Sentence(
-            f"From epoch {began} on it overfits: the validation loss rises while the training loss falls.", "warning"
-        )
-    stopped = run.result.get("stopped_by") == "patience"
-    if fall is not None and run.result and not stopped:
-        yield Sentence(
-            f"It had not converged: in the last epochs the {SPLITS[split]} loss still fell by {fall:.0%}, so more "
-            "epochs may help.",
-            "warning",
-        )
     if split != "val" and epochs > 1:
-        yield Sentence(
-            "There is no validation split (--data.val-fraction), so nothing says which epoch was the best or when "
-            "overfitting began."
-        )
+        yield Sentence("There is no validation split (--data.val-fraction), so nothing says which epoch was the best.")
 
 
 def _data(run: RunRecords, split: str, record: Row) -> Iterator[Sentence]:

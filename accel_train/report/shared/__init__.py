@@ -1,1 +1,0 @@
-"""What both pages are made of: the files of a run, charts, templates."""
