@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -37,8 +37,6 @@ from accel_train.data.tools.pool import ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError, first_of, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.process import available_cores
-from accel_train.untrusted import read_json_object
-from accel_train.user_code.reference import OBJECT, short_name
 
 CHUNK = 64  # images of one job
 THUMBNAIL = 16  # pixels a side
@@ -223,7 +221,7 @@ def check_data(
     """Look at all images of `data`, in `processes` processes (default: all cores), and write what was found.
 
     `output`: the list of unreadable images; default: unreadable-NAME.txt. `json_file`: default: audit-NAME.json beside
-    the list. Both are written whole or not at all, and never over those of another data set. Raises UserError.
+    the list. Both are written whole or not at all, and the list never over that of another data set. Raises UserError.
     """
     whole = replace(data, skip_unreadable=None, val_fraction=0.0, test_fraction=0.0, train_limit=None, test_limit=None)
     whole = replace(whole, verify=True)  # all images are read, so that to compare them with their index costs little
@@ -238,7 +236,6 @@ def check_data(
         check_writable("--output", listed)
         check_own_list(listed, whole)
     check_writable("--json", json_file)
-    _check_own_file(json_file, data)
 
     records, unreadable = _look_at_all(images, processes, shows_progress=shows_progress)
     readable = records[records["readable"] == 1]
@@ -274,18 +271,6 @@ def _read_splits(data: Data) -> tuple[Splits, tuple[str, ...]]:
     return splits, tuple(mistakes)
 
 
-def _check_own_file(path: Path, data: Data) -> None:
-    """Raise UserError if the file is the audit of other data."""
-    about: Mapping[str, Any] = read_json_object(path).get("data") or {}
-    here = {"name": data.name, "root": real(data.root)}
-    objects = OBJECT in data.name and OBJECT in str(about.get("name"))  # their names have a fingerprint
-    if about and about != here and not objects:
-        raise UserError(
-            f"{path} is the audit of {about.get('name')} {about.get('root')}, not of "
-            f"{short_name('data.name', data.name)} {data.root}: give another --json, or delete it."
-        )
-
-
 def _look_at_all(images: Images, processes: int | None, *, shows_progress: bool) -> tuple[Records, list[Unreadable]]:
     """The records of all images, and those that are unreadable."""
     sources = list(images.sources.values())
@@ -317,40 +302,10 @@ def look(source: Source, first: int, last: int) -> tuple[Records, list[Unreadabl
         try:
             image = held.open(within).pixels() if isinstance(held, EncodedImages) else source.fetch([id])[0]
         except UserError as error:
-            unreadable.append(Unreadable(id, f"{error.__cause__ or error}{_format_of(held, within)}"))
+            unreadable.append(Unreadable(id, str(error.__cause__ or error)))
         else:
             measure(image[None], records[row : row + 1])
     return records, unreadable
-
-
-FORMATS = {
-    b"avif": "AVIF (read by pillow 11.3 or newer)",
-    **dict.fromkeys((b"heic", b"heix", b"hevc", b"heim", b"mif1", b"msf1"), "HEIC (read by pillow-heif)"),
-}
-"""The brand of an ISO media file -> the format, and what reads it."""
-FIRST_BYTES = {
-    b"\xff\x0a": "JPEG XL (read by pillow-jxl-plugin)",
-    b"\x00\x00\x00\x0cJXL ": "JPEG XL (read by pillow-jxl-plugin)",
-    b"<!doctype html": "a web page: the download has failed",
-    b"<html": "a web page: the download has failed",
-    b"<svg": "an SVG drawing",
-    b"<?xml": "an SVG drawing",
-    b"%pdf-": "a PDF",
-    b"pk\x03\x04": "a ZIP archive",
-    b"version https://git-lfs": "a pointer of Git LFS: fetch the file with git lfs pull",
-}
-
-
-def _format_of(held: Source, id: int) -> str:
-    """Say what a file is that is no image which can be read here, by its first bytes: ": it is HEIC …"; "": unknown."""
-    try:
-        data = held.read(id)[:64] if isinstance(held, EncodedImages) else b""
-    except (OSError, UserError, ValueError):
-        return ""
-    if data[4:8] == b"ftyp" and data[8:12] in FORMATS:
-        return f": it is {FORMATS[data[8:12]]}"
-    text = data.lstrip().lower()
-    return next((f": it is {what}" for start, what in FIRST_BYTES.items() if text.startswith(start)), "")
 
 
 def measure(pixels: torch.Tensor, records: Records) -> None:

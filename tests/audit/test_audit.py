@@ -46,14 +46,10 @@ def test_every_planted_fault_is_found() -> None:
     planted.clean(Path("pets"))
     planted.plant(Path("pets"))
     result = folder()
-    why = {result.images.describe(each.id)["name"]: each.why for each in result.unreadable}
-    assert why.keys() == {
+    assert {result.images.describe(each.id)["name"] for each in result.unreadable} == {
         *("train/cat/empty.jpg", "train/cat/cut.jpg", "train/cat/text.jpg", "train/cat/page.jpg"),
         *("train/cat/phone.jpg", "train/dog/web.jpg", "train/dog/new.jpg"),
     }
-    assert "it is a web page: the download has failed" in why["train/cat/page.jpg"]
-    assert "it is HEIC (read by pillow-heif)" in why["train/cat/phone.jpg"]
-    assert "it is AVIF" in why["train/dog/web.jpg"] and "it is JPEG XL" in why["train/dog/new.jpg"]
     assert named(result, "equal-labels") == [["train/cat/0.jpg", "train/dog/first_again.jpg"]]
     assert named(result, "equal-splits") == [["test/dog/0.jpg", "train/dog/seen.png"]]
     assert named(result, "similar-splits") == [["train/cat/2.jpg", "val/cat/smaller.jpg"]]
