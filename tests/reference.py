@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from accel_train.cli.info.help import help_texts, written
+from accel_train.cli.help import help_texts, written
 from accel_train.config.declaration import ONE_START, DecidesSamples, Free
 from accel_train.config.option_types import choices, declared, in_words, option_types, value
 from accel_train.config.options import parse

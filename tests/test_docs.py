@@ -27,9 +27,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 from accel_train.cli.dispatch import COMMANDS
 from accel_train.cli.doctor import Doctor
-from accel_train.cli.of_recipe.bench import Bench
-from accel_train.cli.of_recipe.find_lr import FindLr
-from accel_train.cli.of_recipe.preview import Preview
+from accel_train.cli.recipes import Bench, FindLr, Preview
 from accel_train.cli.submit import Submit, divide
 from accel_train.cluster.elements import elements_of
 from accel_train.config.option_types import option_types

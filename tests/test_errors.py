@@ -74,8 +74,8 @@ OF_ITS_OWN = {
     "errors.py": "print_line itself",
     "cli/table.py": "cells",
     "records/terminal.py": "the display",
-    "cli/info/help.py": "styles",
-    "cli/info/completion.py": "a script, of our own words alone",
+    "cli/help.py": "styles",
+    "cli/completion.py": "a script, of our own words alone",
     "cli/train.py": "--config-only, which is a file: see plan_text",
 }
 

@@ -21,7 +21,7 @@ from PIL import Image
 from accel_train import cli
 from accel_train.analysis.predictions import read_predictions
 from accel_train.checkpoint.weights import RunWeights
-from accel_train.cli.of_run.runs import _epoch as epoch_of
+from accel_train.cli.runs import _epoch as epoch_of
 from accel_train.config.recipe import read_recipe
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import FileImages
@@ -271,7 +271,7 @@ EXCEPTIONS = {
     "doctor.storage": "its own scratch folder", "export.export": "a new folder",
     "export.formats": "a new folder",
     "checkpoint.own_optimizer": "bytes in memory, which it has just written",
-    "cli.of_run.predict": "temporary files beside what the user names", "cli.of_recipe.bench": "what the user names",
+    "cli.predict": "temporary files beside what the user names", "cli.recipes": "what the user names",
     "data.tools.shards": "a folder that it has just made",
     # Checked before
     "checkpoint.format": "verify_files has found regular files", "checkpoint.weights": "require_regular_file",

@@ -15,7 +15,7 @@ from accel_train.launch.parent import record_stop_signal, recorded, stop_signals
 def train(arguments: Sequence[str]) -> int:
     """Run `accel-train train`; return the exit code."""
     if "-h" in arguments or "--help" in arguments:
-        from accel_train.cli.info.help import train_help
+        from accel_train.cli.help import train_help
 
         train_help(arguments)
         return 0

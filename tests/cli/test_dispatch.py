@@ -170,7 +170,7 @@ def test_an_error_of_one_process_alone_is_told_by_it() -> None:
     program = """
 import sys
 from accel_train import cli
-from accel_train.cli.of_recipe import recipes
+from accel_train.cli import recipes
 from accel_train.errors import UserError
 def fail(words):
     raise UserError("an unreadable image", every_process=False)
@@ -188,7 +188,7 @@ def test_an_interrupt_is_quiet_and_130() -> None:
     program = """
 import os, signal, sys, time
 from accel_train import cli
-from accel_train.cli.of_recipe import recipes
+from accel_train.cli import recipes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background inherits that it is ignored
 recipes.recipes = lambda words: (os.kill(os.getpid(), signal.SIGINT), time.sleep(5))
 sys.exit(cli.main(["recipes"]))

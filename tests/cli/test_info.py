@@ -14,8 +14,8 @@ import pytest
 from test_dispatch import PROGRAM, accel_train
 
 from accel_train.cli.dispatch import COMMANDS, main
-from accel_train.cli.info.help import COMMON, groups, help_texts
-from accel_train.cli.of_run.evaluate import SIZES
+from accel_train.cli.evaluate import SIZES
+from accel_train.cli.help import COMMON, groups, help_texts
 from accel_train.config.option_types import option_types
 from accel_train.config.recipe import recipe_names
 

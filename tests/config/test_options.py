@@ -275,7 +275,7 @@ def test_what_is_proposed_exists() -> None:
 
 
 def test_only_options_of_the_command_are_proposed() -> None:
-    from accel_train.cli.of_run.predict import Predict
+    from accel_train.cli.predict import Predict
 
     def told_by_predict(word: str) -> str:
         with pytest.raises(UserError) as caught:
@@ -344,8 +344,8 @@ def test_a_mistake_causes_no_second_one(recipe: str) -> None:
 
 def test_the_mistakes_of_other_commands_are_told_at_once(tmp_path: Path, recipe: str) -> None:
     from accel_train.cli.data import Shards
-    from accel_train.cli.of_recipe.bench import Bench
-    from accel_train.cli.of_run.evaluate import Evaluate
+    from accel_train.cli.evaluate import Evaluate
+    from accel_train.cli.recipes import Bench
 
     def told_by(cls: type[Any], *words: str, **settings: Any) -> list[str]:
         with pytest.raises(UserError) as caught:

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel_train.cli.of_run.evaluate import SIZES
+from accel_train.cli.evaluate import SIZES
 from accel_train.config.option_types import choices, option_types
 from accel_train.config.recipe import recipe_names
 from accel_train.errors import UserError
@@ -98,7 +98,7 @@ def _first_words(command: str) -> tuple[str, ...]:
 
 
 def _bash(shell: str) -> str:
-    from accel_train.cli.info.help import groups
+    from accel_train.cli.help import groups
 
     options = _options()
     values: dict[str, list[str]] = {" ".join(groups()): ["train --help"]}
@@ -124,7 +124,7 @@ def _bash(shell: str) -> str:
 
 def _fish() -> str:
     from accel_train.cli.dispatch import COMMANDS
-    from accel_train.cli.info.help import groups
+    from accel_train.cli.help import groups
 
     lines = []
     for command, (_, summary) in COMMANDS.items():

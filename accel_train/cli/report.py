@@ -10,7 +10,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from accel_train.cli.common import importing
-from accel_train.cli.of_run.runs import run_folders
+from accel_train.cli.runs import run_folders
 from accel_train.cli.table import print_table
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import not_a_run

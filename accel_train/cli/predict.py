@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from tyro.conf import Positional, arg
 
 from accel_train.cli.common import below_one, importing, wrong_endings
-from accel_train.cli.of_run.evaluate import SIZES
+from accel_train.cli.evaluate import SIZES
 from accel_train.cli.table import print_table
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import not_a_run

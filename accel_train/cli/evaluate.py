@@ -58,7 +58,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     with importing(str(options.run)):
         from accel_train.analysis.evaluate_run import evaluate_run
         from accel_train.analysis.predictions import check_can_write
-        from accel_train.cli.of_run.evaluation_tables import print_classes, print_figures
+        from accel_train.cli.evaluation_tables import print_classes, print_figures
         from accel_train.launch.agreement import end_world
 
     check_can_write(options.predictions)

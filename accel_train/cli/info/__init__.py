@@ -1,1 +1,0 @@
-"""What can be typed: the help of train, completion in a shell."""

@@ -1,1 +1,0 @@
-"""Commands that tell about a recipe before it is trained."""

@@ -1,1 +1,0 @@
-"""Commands about runs: use a trained model, look at it, list them."""

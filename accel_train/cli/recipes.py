@@ -1,0 +1,217 @@
+"""Commands about a recipe, before it is trained: `accel-train recipes`, `preview`, `find-lr` and `bench`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from accel_train.cli.common import below_one, importing, without_run, wrong_endings
+from accel_train.cli.table import print_table
+from accel_train.config.option_types import value
+from accel_train.config.options import CommandOptions, parse_command_of_recipe
+from accel_train.config.recipe import read_recipe, recipe_names
+from accel_train.config.schema import Config
+from accel_train.data.sources.root import check_root
+from accel_train.errors import LOGGER, UserError, counted, is_terminal, print_line, raise_mistakes, writing
+from accel_train.files import check_writable
+from accel_train.launch.environment import prepare_environment
+
+
+def recipes(arguments: Sequence[str]) -> int:
+    """Run `accel-train recipes`: list the packaged recipes, or print one. Return the exit code."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `recipes | head` ends quietly
+    if "-h" in arguments or "--help" in arguments:
+        for line in ("usage: accel-train recipes [NAME]", "", "List the recipes, or print the file of one."):
+            print_line(line)
+    elif len(arguments) > 1 or (arguments and arguments[0].startswith("-")):
+        raise UserError(f"accel-train recipes: expected at most one NAME, found {' '.join(arguments)!r}.")
+    elif arguments:
+        recipe = read_recipe(arguments[0])
+        raise_mistakes(recipe.mistakes)
+        if is_terminal(sys.stdout):
+            for line in recipe.text.rstrip("\n").split("\n"):
+                print_line(line, wraps=False)
+        else:
+            sys.stdout.write(recipe.text)
+    else:
+        print_table(["recipe", "data", "model", "reproduces", "expected accuracy"], _rows())
+    return 0
+
+
+def _rows() -> list[list[str]]:
+    rows = []
+    for name in recipe_names():
+        recipe, default = read_recipe(name), Config()
+        data, model = (
+            " ".join(recipe.options[key].values) if key in recipe.options else value(default, key)
+            for key in ("data.name", "model.name")
+        )
+        rows.append([name, data, model, recipe.about.get("reproduces", ""), recipe.about.get("accuracy", "")])
+    return rows
+
+
+@dataclass(frozen=True)
+class Preview(CommandOptions):
+    """Write a picture of what the model of a recipe will see: images cropped, augmented, mixed, with their labels.
+
+    Options of train (--augment.policy, --data.root, …) change the recipe. Nothing is trained.
+    """
+
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    """A recipe, as for train."""
+    images: int = 8
+    """How many training images to show."""
+    output: Path | None = None
+    """The PNG file to write; default: preview-RECIPE.png."""
+
+    def mistakes(self) -> list[str]:
+        return below_one(images=self.images)
+
+
+def preview(arguments: Sequence[str]) -> int:
+    """Run `accel-train preview`; return the exit code."""
+    options, config = parse_command_of_recipe(Preview, arguments, "accel-train preview")
+    config = without_run(config, arguments, "preview", "picture")
+    launch = prepare_environment()
+    check_root(config.data)
+    with importing(config.recipe):
+        from accel_train.report.preview import preview
+
+    result = preview(launch, config, options.output or Path(f"preview-{config.recipe}.png"), images=options.images)
+    print_line(f"preview: {result.path}")
+    return 0
+
+
+@dataclass(frozen=True)
+class FindLr(CommandOptions):
+    """Train for some updates while the learning rate grows, and draw the loss: where it falls fastest is a good rate.
+
+    Options of train (--batch-size, --optim.name, …) change the recipe. Nothing is kept but the picture.
+    """
+
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    """A recipe, as for train."""
+    updates: int = 100
+    """How many updates, at least 10. The rate grows by the same factor at each, from 1e-6 to 10."""
+    output: Path | None = None
+    """The picture, as SVG; default: lr-RECIPE.svg."""
+
+    def mistakes(self) -> list[str]:
+        return wrong_endings([".svg"], output=self.output)
+
+
+def find_lr(arguments: Sequence[str]) -> int:
+    """Run `accel-train find-lr`; return the exit code: 1 if the loss does not fall."""
+    options, config = parse_command_of_recipe(FindLr, arguments, "accel-train find-lr")
+    config = without_run(config, arguments, "find-lr", "picture")
+    output = options.output or Path(f"lr-{config.recipe}.svg")
+    launch = prepare_environment()
+    if launch.rank == 0:
+        check_writable("--output", output)
+    if launch.world_size == launch.local_world_size:
+        check_root(config.data)
+    with importing(config.recipe):
+        from accel_train.bench.lr_finder import find_lr, plot
+        from accel_train.launch.agreement import end_world
+
+    found = find_lr(launch, config, updates=options.updates)
+    end_world()
+    if launch.rank != 0:
+        return 0
+    try:
+        with writing("--output", output):
+            plot(found, output)
+        print_line(f"picture: {output}")
+    except UserError as error:
+        LOGGER.warning(str(error))
+    if found.steepest is None:
+        print_line("The loss does not fall: look at the data and the recipe.")
+        return 1
+    print_line(f"It falls fastest at {found.steepest:.2g}. Try --optim.lr {found.steepest:.2g}, with a warm-up.")
+    return 0
+
+
+@dataclass(frozen=True)
+class Bench(CommandOptions):
+    """Measure how close a recipe's training comes to the device's limit, and where the rest of the time goes.
+
+    Measures, in turns: a bare loop on tensors in the device's memory, the input alone, and the whole trainer. Options
+    of train (--batch-size, --data.root, …) change the recipe. With several processes: accelerate launch … -m
+    accel_train bench RECIPE. The exit code does not depend on the speed.
+    """
+
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    """A recipe, as for train."""
+    rounds: int = 5
+    """Number of times that everything is measured, in turns."""
+    updates: int | None = None
+    """Updates of each measurement; default: those of the bare loop in 5 seconds, at least 20."""
+    output: Path | None = None
+    """JSON file of all figures; default: bench-RECIPE.json. The runs are kept beside it while they are needed."""
+
+    def mistakes(self) -> list[str]:
+        return below_one(rounds=self.rounds, updates=self.updates)
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Run `accel-train bench`; return the exit code."""
+    options, config = parse_command_of_recipe(Bench, arguments, "accel-train bench")
+    config = without_run(config, arguments, "bench", "file")
+    output = options.output or Path(f"bench-{config.recipe}.json")
+    if output.is_dir():
+        raise UserError(f"--output: {output} is a folder; name a file in it.")
+
+    launch = prepare_environment()
+    if launch.world_size == launch.local_world_size:
+        try:
+            check_root(config.data)
+        except UserError as error:
+            raise UserError(f"{error} Or measure on synthetic images: --data.name synthetic.") from error
+    with importing(config.recipe):
+        from accel_train.bench.bench import bench
+        from accel_train.launch.agreement import end_world
+
+    figures = bench(launch, config, output.parent, rounds=options.rounds, updates=options.updates).figures
+    end_world()
+    if launch.rank == 0:
+        print_figures(figures)
+        with writing("--output", output):
+            output.write_text(json.dumps(figures, indent=2) + "\n")
+        print_line(f"All figures: {output}")
+    return 0
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    """Print the tables. `figures`: those of a `BenchResult`."""
+    names, ratios = {"limit": "limit (bare loop)", "input": "input alone"}, figures["ratios"]
+    rows = []
+    for key, rate in figures["images_per_second"].items():
+        share = ratios.get(f"{key}/limit")
+        rows.append([names.get(key, key), *_cells(rate, "{:,.0f}"), *(_cells(share, "{:,.1%}") if share else ["", ""])])
+    print_line("")
+    head = ["", "images/s", "quartiles", "of the limit", "quartiles "]
+    print_table(head, rows, numbers=head[1:])
+
+    update = figures["update_seconds"]["median"]
+    print_line("")
+    rows = [[name, f"{share * update * 1e3:.3f}", f"{share:.1%}"] for name, share in figures["shares"].items()]
+    print_table(["an update", "ms", "share"], [*rows, ["in all", f"{update * 1e3:.3f}", ""]], numbers=["ms", "share"])
+    print_line("")
+    print_line(f"A checkpoint stops the training for {figures['save_seconds'] * 1e3:.3g} ms")
+    print_line(
+        f"{counted(figures['processes'], 'process')} on {figures['device']}, {figures['precision']}; "
+        f"{figures['division']}; {figures['rounds']} rounds of {figures['updates']} updates, in turns, "
+        f"after {figures['warm_up_updates']} updates of warm-up"
+    )
+
+
+def _cells(measured: dict[str, Any], form: str) -> list[str]:
+    low, high = form.format(measured["low"]), form.format(measured["high"])
+    return [form.format(measured["median"]), f"{low} - {high}"]
