@@ -17,7 +17,7 @@ from accel_train.config.option_types import choices, option_types
 from accel_train.config.recipe import recipe_names
 from accel_train.errors import UserError
 
-SHELLS = ("bash", "zsh", "fish")
+SHELLS = ("bash", "zsh")
 OF_RECIPE = ("train", "submit", "doctor", "meet", "bench", "preview", "find-lr")
 OPTIONS_OF_TRAIN = dict.fromkeys(OF_RECIPE, ("",)) | {
     "evaluate": ("model.", "data.", "augment.", "eval-batch-size"),
@@ -25,13 +25,12 @@ OPTIONS_OF_TRAIN = dict.fromkeys(OF_RECIPE, ("",)) | {
     "check-data": ("data.",),
 }
 """The commands that take options of train -> the beginnings of those options' names."""
-HELP = """usage: accel-train completion bash|zsh|fish
+HELP = """usage: accel-train completion bash|zsh
 
 Print the shell script that lets Tab complete commands, recipes, options and values. To install it:
 
   bash   echo 'eval "$(accel-train completion bash)"' >> ~/.bashrc
-  zsh    echo 'eval "$(accel-train completion zsh)"' >> ~/.zshrc
-  fish   accel-train completion fish > ~/.config/fish/completions/accel-train.fish"""
+  zsh    echo 'eval "$(accel-train completion zsh)"' >> ~/.zshrc"""
 
 BASH = """_accel_train() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
@@ -62,7 +61,7 @@ def completion(arguments: Sequence[str]) -> int:
     if len(arguments) != 1 or arguments[0] not in SHELLS:
         found = f"found {' '.join(arguments)!r}" if arguments else "found nothing"
         raise UserError(f"accel-train completion: expected one of {', '.join(SHELLS)}, {found}.")
-    print(_fish() if arguments[0] == "fish" else _bash(arguments[0]), end="")
+    print(_script(arguments[0]), end="")
     return 0
 
 
@@ -97,7 +96,7 @@ def _first_words(command: str) -> tuple[str, ...]:
     return tuple(recipe_names()) if command in (*OF_RECIPE, "recipes") else SHELLS if command == "completion" else ()
 
 
-def _bash(shell: str) -> str:
+def _script(shell: str) -> str:
     from accel_train.cli.help import groups
 
     options = _options()
@@ -120,20 +119,3 @@ def _bash(shell: str) -> str:
     script = BASH.format(commands=" ".join(options), values="\n".join(cases), options="\n".join(lists))
     begin = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n" if shell == "zsh" else ""
     return begin + script
-
-
-def _fish() -> str:
-    from accel_train.cli.dispatch import COMMANDS
-    from accel_train.cli.help import groups
-
-    lines = []
-    for command, (_, summary) in COMMANDS.items():
-        lines.append(f"complete -c accel-train -n __fish_use_subcommand -f -a {command} -d {shlex.quote(summary)}")
-    for command, keys in _options().items():
-        begin = f"complete -c accel-train -n '__fish_seen_subcommand_from {command}'"
-        if words := _first_words(command):
-            lines.append(f"{begin} -a {shlex.quote(' '.join(words))}")
-        for key, accepted in keys.items():
-            lines.append(f"{begin} -l {key} -r" + (f" -f -a {shlex.quote(' '.join(accepted))}" if accepted else ""))
-        lines.append(f"{begin} -l help" + (f" -f -a {shlex.quote(' '.join(groups()))}" if command == "train" else ""))
-    return "\n".join(lines) + "\n"
