@@ -33,8 +33,6 @@ digits --augment.crop random --augment.pad 1 --augment.flip 0.5 --augment.erase 
 --model.name resnet18_cifar --model.image-size 32 --optim.clip 1 --ema.enabled true --epochs 3
 """.split()  # noqa: SIM905
 SHORT = "digits --model.name resnet18_cifar --model.image-size 32 --batch-size 64 --epochs 2".split()  # noqa: SIM905
-SYNTHETIC = ("--data.name", "synthetic", "--data.train-limit", "8192")
-GREY = ("--data.channels", "1", "--model.image-size", "28")
 ONE_PROCESS = ("single_gpu.yaml",)
 # Not --gpu_ids 0: accelerate refuses one id for two processes before it asks for a GPU.
 SHARED = ("multi_gpu.yaml", "--num_processes", "2")
@@ -254,8 +252,10 @@ def judge_tests(report: Path) -> dict[str, Any]:
 
 def measure(recipe: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Images a second of the recipe's trainer and of the device's limit, on synthetic images."""
+    from trainer import data_words  # imports torch
+
     file = options.output / f"{recipe}.json"
-    words = ["accel_train", "bench", recipe, *SYNTHETIC, *(GREY if recipe.startswith("mnist") else ())]
+    words = ["accel_train", "bench", recipe, *data_words(recipe, None)]
     words += ["--rounds", str(options.rounds), "--output", str(file)]
     launcher = ("single_gpu.yaml", "--mixed_precision", options.precision)
     call(launch_line(launcher, *words), seconds)

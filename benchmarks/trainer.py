@@ -7,18 +7,24 @@ from pathlib import Path
 
 import turns
 
-from accel_train.bench.bench import with_synthetic_data
 from accel_train.config.options import parse
+from accel_train.data.sources.arrays import PUBLISHED
+from accel_train.models import input_size
 
 
 def data_words(recipe: str, root: Path | None) -> list[str]:
     """Return the options for the data in the folder `root`; None: for synthetic images of the same shapes."""
     if root:
         return ["--data.root", str(root)]
-    config = with_synthetic_data(parse([recipe]))
-    given = {"data.name": config.data.name, "data.channels": config.data.channels}
-    given |= {"data.train-limit": config.data.train_limit, "model.image-size": config.model.image_size}
-    return [str(word) for key, value in given.items() if value is not None for word in (f"--{key}", value)]
+    config = parse([recipe])
+    if config.data.name == "digits":
+        return []
+    words: list[object] = ["--data.name", "synthetic"]
+    if published := PUBLISHED.get(config.data.name):
+        size = input_size(config.model, published.size)
+        words += ["--data.channels", len(published.mean), "--data.train-limit", published.train_images]
+        words += ["--model.image-size", size]
+    return [str(word) for word in words]
 
 
 def trainer(

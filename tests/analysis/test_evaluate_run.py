@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from accel_train import cli
 from accel_train.analysis.loaded_run import load
 from accel_train.checkpoint.choose import find_weights
-from accel_train.cli.of_run import evaluation_tables
+from accel_train.cli import evaluation_tables
 from accel_train.config.options import parse
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import Source, load_splits
