@@ -18,9 +18,9 @@ from torch import Tensor
 from accel_train import models
 from accel_train.analysis.inference.preprocessing import Preprocessing
 from accel_train.config.schema import Augment, Config
+from accel_train.data.loading import create_loader
 from accel_train.data.order.samplers import IndexBatch
 from accel_train.data.sources.splits import Source, Splits, has_one_size
-from accel_train.data.loading import create_loader
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.parameters import transforms_each_image
 from accel_train.errors import UserError, writing
