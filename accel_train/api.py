@@ -204,7 +204,7 @@ def shards(data: Any, output: str | Path, **options: Any) -> ShardsResult:
 
 
 def doctor(recipe: str | Path | Mapping[str, Any], *words: str, **options: Any) -> Diagnosis:
-    """Look for what will go wrong in a training. For `seconds`, `quick`, … see doctor/doctor.py."""
+    """Check nodes, data and job limits before a long run. For `skip` see doctor/doctor.py."""
     launch = prepare_environment()
     from accel_train.doctor.doctor import doctor as examine
 

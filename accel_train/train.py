@@ -45,7 +45,7 @@ from accel_train.run.observers import check_observers
 from accel_train.run.run import Run
 from accel_train.run.start import find_start, load_data
 from accel_train.run.stopping import StopAskedError, StopRequests
-from accel_train.training_setup import TrainingSetup, connect, create_training_setup
+from accel_train.training_setup import Checks, TrainingSetup, connect, create_training_setup
 
 
 def training_plan(config: Config, launch: Launch) -> str:
@@ -54,11 +54,13 @@ def training_plan(config: Config, launch: Launch) -> str:
     return plan_text(find_start(config, accelerator).config, accelerator)
 
 
-def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -> TrainingResult:
+def train(
+    config: Config, launch: Launch, *, observers: Sequence[object] = (), checks: Checks | None = None
+) -> TrainingResult:
     """Start the run of `config`, or continue the run in its output directory.
 
-    `observers`: see run/observers.py. Raises UserError; UnsavedError if the training ended, but its weights or result
-    could not be written.
+    `observers`: see run/observers.py. `checks`: called unless the run has a checkpoint. Raises UserError; UnsavedError
+    if the training ended, but its weights or result could not be written.
     """
     check_observers(observers)
     with StopRequests() as stop_requests, ExitStack() as at_end:  # from here on a signal asks for a checkpoint
@@ -83,6 +85,7 @@ def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -
             if finished is not None and (result := finished.result):
                 complete(accelerator, config, lease, result)
                 return TrainingResult(directory, True, result.get("stopped_by"), result, nothing_left=True)
+            check_rest = None if checks is None or start.resumes else checks(config, launch, accelerator)
 
             splits = load_data(config, accelerator, lambda: stop_requests.reason)
             own_metrics = create_metrics(config, accelerator, splits)
@@ -94,6 +97,8 @@ def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -
                 )
             warnings = (*setup.warnings, *check.finish(accelerator))
             setup = dataclasses.replace(setup, warnings=warnings, own_metrics=own_metrics)
+            if check_rest is not None:
+                check_rest(setup)
             run = Run(setup, lease, finished, stop_requests, began, observers)
         with run.trained():
             try:

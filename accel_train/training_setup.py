@@ -83,6 +83,10 @@ class TrainingSetup:
         return device
 
 
+Checks = Callable[[Config, Launch, Accelerator], Callable[[TrainingSetup], None]]
+"""Checks the processes of a new run, which are connected, and returns what checks the rest before it trains."""
+
+
 def connect(config: Config, launch: Launch) -> Accelerator:
     """Connect to the other processes; return the Accelerator. Raises UserError if the batch cannot be divided, with any
     model, a tracker is not known or the processes do not connect."""

@@ -10,7 +10,7 @@
 #   MASTER_ADDR          default: the job's first node
 #   MASTER_PORT          default: computed from the job's number and how often it was started
 #   MAX_REQUEUES         how many requeues in a row are allowed without any progress; default 3
-#   DOCTOR               print (default): accel-train doctor looks at the nodes before the training and only prints;
+#   DOCTOR               print (default): the start of the training checks the nodes, and only prints;
 #                        strict: if a check fails, the job ends; off: without it
 set -euo pipefail
 
@@ -78,7 +78,7 @@ begin_run() {
         find_element "$1" "${SLURM_ARRAY_TASK_ID:-${PBS_ARRAY_INDEX:-0}}"
         set -- "$element/recipe.yaml" --output-dir "$element"
     fi
-    warn_of_doctor
+    export DOCTOR=${DOCTOR:-print} # for the training's start: see docs/doctor.md
     local recipe=$1 previous='' word
     RUN='' gpus=''
     arguments=("$@")
@@ -135,33 +135,6 @@ find_element() {
     name=$(sed -n "$(($2 + 1))s/^{\"name\": \"\([^\"]*\)\".*/\1/p" "$1")
     [[ -n $name ]] || fail "$1 has no element in line $(($2 + 1)): submit it again with accel-train submit"
     element=$(dirname -- "$(dirname -- "$1")")/$name
-}
-
-warn_of_doctor() { # in the first line of the log: a mistyped "strict" protects nothing
-    local found=${DOCTOR:-print} meant
-    if [[ $found =~ ^(print|strict|off)$ ]]; then return; fi
-    meant=$(nearest "${found,,}" print strict off) || true
-    say "warning: DOCTOR is $found; expected print, strict or off.${meant:+ Did you mean $meant?} It counts as print:" \
-        "the training starts even if a check fails" >&2
-}
-
-# nearest WORD CHOICE...: the choice that differs in the fewest letters; nothing if that is more than half of the word
-nearest() {
-    awk -v word="$1" -v choices="${*:2}" '
-        function distance(a, b,    i, j, d) {
-            for (i = 0; i <= length(a); i++)
-                for (j = 0; j <= length(b); j++)
-                    d[i, j] = i * j == 0 ? i + j : least(least(d[i - 1, j], d[i, j - 1]) + 1,
-                        d[i - 1, j - 1] + (substr(a, i, 1) != substr(b, j, 1)))
-            return d[length(a), length(b)]
-        }
-        function least(a, b) { return a < b ? a : b }
-        BEGIN {
-            n = split(choices, choice, " ")
-            for (best = length(word) / 2; n > 0; n--)
-                if (distance(word, choice[n]) <= best) { best = distance(word, choice[n]); found = choice[n] }
-            print found
-        }'
 }
 
 # A port for the ranks to connect to. Each job has its own, and each start of a job too, in case the last one was in
@@ -255,28 +228,6 @@ start_tasks() {
     env "${for_tasks[@]}" srun "${options[@]}" bash -c \
         'source "$ACCEL_TRAIN_ROOT/slurm/common.sh"; stand_by "$@"; exit "$code"' "$script" "$function" "$@" &
     wait_for $!
-}
-
-# examine START...: before the training, accel-train doctor looks at the nodes for some seconds, with the same launchers
-# and processes. START is the function that starts them, with its arguments. Whatever happens to the doctor, the training
-# starts, unless DOCTOR=strict: a data set whose first load is slow, or a mistake in the doctor, must not end the job.
-examine() {
-    local options=(--quick --exit-zero) mode=${DOCTOR:-print}
-    case $mode in
-        off) return ;;
-        strict) options=(--quick) ;;
-    esac
-    say "accel-train doctor looks at the nodes first (DOCTOR=off: without it)"
-    # Slurm ends all processes of the step after these minutes. Under PBS start_nodes does.
-    step_minutes=2 SLURM_TIMELIMIT=2 "$@" -m accel_train doctor "${arguments[@]}" "${options[@]}"
-    rm -f "$START/exit-code" # it speaks of the training
-    if ((${terminated:-0})); then end_run "$code"; fi
-    if ((code == 0)); then return; fi
-    if [[ $mode == strict ]]; then
-        fail "DOCTOR=strict and a check of accel-train doctor failed, or did not end in time (see above):" \
-            "the training was not started"
-    fi
-    say "accel-train doctor failed, or did not end in time (see above); the training starts without its answer" >&2
 }
 
 # stand_by FUNCTION ARGUMENT...: run a function in a child process and wait for it; sets $code. Each task uses it,

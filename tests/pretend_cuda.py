@@ -576,7 +576,7 @@ def serve() -> None:
     install()
     from accelerate.state import AcceleratorState, GradientState
 
-    from accel_train import cli, preflight
+    from accel_train import cli
     from accel_train.records.meter import Stopwatch
 
     updates: list[dict[str, Any]] = []
@@ -602,7 +602,7 @@ def serve() -> None:
         with PretendedCuda(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             try:
                 name, *words = command["words"]
-                code = preflight.main(words) if name == "preflight" else cli.main([name, *words])
+                code = cli.main([name, *words])
             except BaseException:
                 traceback.print_exc()
                 code = -1

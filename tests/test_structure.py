@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "accel_train"
 # From the top to the bottom: a file imports from rooms further down, and from its own.
 ROOMS = """
-__main__ preflight cli api doctor bench export audit report analysis parts train run training_setup step evaluate
+__main__ cli api doctor bench export audit report analysis parts train run training_setup step evaluate
 cluster records checkpoint ownership optim data models launch config user_code starter keyed exact_sum files untrusted
 errors __init__
 """.split()  # noqa: SIM905
@@ -21,7 +21,7 @@ worker_processes order compat __init__
 """.split()  # noqa: SIM905
 # What is not needed to train, and what starts both.
 APART = ("doctor", "bench", "export", "audit", "report", "analysis", "parts", "cluster", "data.tools")
-ABOVE = ("cli", "api", "preflight", "__main__")
+ABOVE = ("cli", "api", "__main__")
 
 
 @functools.cache

@@ -261,13 +261,10 @@ EXCEPTIONS = {
     "untrusted": "is the door",
     "files": "is the door of what is written, and flushes folders",
     # What the system says
-    "doctor.devices": "/proc", "doctor.memory": "/proc and cgroups",
-    "doctor.network": "/sys and a file of the system's",
-    "doctor.scheduler": "cgroups", "doctor.world": "/proc", "launch.process": "/proc", "launch.parent": "/proc",
+    "doctor.job": "/proc", "doctor.node": "/proc and cgroups", "launch.process": "/proc", "launch.parent": "/proc",
     "errors": "/dev/null",
     # Files of the package, and of a folder that the program has just made
     "data.sources.arrays": "the digits of the package",
-    "doctor.rehearsal.drill": "its own scratch folder", "doctor.rehearsal.listener": "its own scratch folder",
     "doctor.storage": "its own scratch folder", "export.export": "a new folder",
     "export.formats": "a new folder",
     "checkpoint.own_optimizer": "bytes in memory, which it has just written",

@@ -22,7 +22,7 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "export": ("export", "write a run's model for timm, ONNX or torch.export"),
     "track": ("track", "send a run's curves to TensorBoard, W&B or MLflow"),
     "runs": ("runs", "list runs: state, epoch, accuracy, age, owner"),
-    "doctor": ("doctor", "look for what will go wrong in the next twenty hours"),
+    "doctor": ("doctor", "check nodes, data and job limits before a long run"),
     "meet": ("meet", "wait for the other hosts before the launcher, and name the missing"),
     "bench": ("recipes", "measure how close the trainer comes to the device's limit"),
     "preview": ("recipes", "write a picture of the images that the model will see"),

@@ -1,9 +1,10 @@
-"""`accel-train doctor`: what will go wrong in the next twenty hours of a training."""
+"""`accel-train doctor`, and the same checks in the start of a training."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,17 +14,21 @@ from tyro.conf import Positional, arg
 from accel_train.cli.common import importing
 from accel_train.cli.table import print_table
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
-from accel_train.errors import print_line, writing
+from accel_train.errors import UserError, nearest, print_line, writing
 from accel_train.files import atomic_write
 from accel_train.launch.environment import prepare_environment
 
 if TYPE_CHECKING:
-    from accel_train.doctor.doctor import Diagnosis
+    from accel_train.doctor.check import Finding
+    from accel_train.doctor.doctor import Diagnosis, StartDoctor
+
+VARIABLE, MODES = "DOCTOR", ("print", "strict", "off")
+"""Set by job scripts: whether the start of a training prints what the doctor finds, and ends if a check fails."""
 
 
 @dataclass(frozen=True)
 class Doctor(CommandOptions):
-    """Look for what will go wrong in the next twenty hours: processes, scheduler, GPUs, network, disks, the recipe.
+    """Check nodes, data and job limits before a long run.
 
     Start it the way you start the training, with the same options: accelerate launch … -m accel_train doctor RECIPE.
     Each check reports PASS, WARN, FAIL or n/a, the measured and the expected value. If one fails, the exit code is 1.
@@ -31,25 +36,15 @@ class Doctor(CommandOptions):
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")] = "digits"
     """A recipe, as for train."""
-    quick: bool = False
-    """Run only the quick checks: some seconds in total."""
-    seconds: float = 60.0
-    """Time limit for all checks together; a check that does not fit is n/a."""
     skip: tuple[str, ...] = ()
     """Names of checks to leave out."""
-    drill: bool = False
-    """Also kill a training of this recipe, continue it, and compare its weights with those of an uninterrupted one."""
-    exit_zero: bool = False
-    """Exit with 0 also if a check fails: for job scripts, which go on."""
     json: Path | None = None
     """Write the findings to this file, too."""
 
     def mistakes(self) -> list[str]:
-        mistakes = [] if not (self.quick and self.drill) else ["--drill takes minutes; leave out --quick."]
-        mistakes += [] if self.seconds > 0 else [f"--seconds: expected more than 0, found {self.seconds}."]
         if self.json is not None and self.json.is_dir():
-            mistakes.append(f"--json: {self.json} is a folder; name a file in it.")
-        return mistakes
+            return [f"--json: {self.json} is a folder; name a file in it."]
+        return []
 
 
 def doctor(arguments: Sequence[str]) -> int:
@@ -60,26 +55,60 @@ def doctor(arguments: Sequence[str]) -> int:
         from accel_train.doctor.doctor import doctor
         from accel_train.launch.agreement import end_world
 
-    seconds = min(options.seconds, 10.0) if options.quick else options.seconds
-    diagnosis = doctor(launch, config, seconds=seconds, quick=options.quick, skip=options.skip, drill=options.drill)
+    diagnosis = doctor(launch, config, skip=options.skip)
     end_world()
     if launch.rank == 0:
-        print_diagnosis(diagnosis)
+        found = diagnosis.findings
+        rows = [[finding.status, name, finding.measured, finding.expected] for name, finding in found.items()]
+        print_table(("status", "check", "measured", "expected"), rows)
+        for name, finding in found.items():
+            if finding.status in ("WARN", "FAIL"):
+                print_line(f"{finding.status} {name}: {finding.advice}")
+        print_line(_summary(found, diagnosis.seconds))
         if options.json is not None:
-            checks = [{"name": name, **asdict(finding)} for name, finding in diagnosis.findings.items()]
+            checks = [{"name": name, **asdict(finding)} for name, finding in found.items()]
             with writing("--json", options.json):
                 atomic_write(options.json, json.dumps({"checks": checks}, indent=2) + "\n")
-    return int(diagnosis.failed and not options.exit_zero)
+    return int(bool(diagnosis.failed))
 
 
-def print_diagnosis(diagnosis: Diagnosis) -> None:
-    """Print a table of what the checks have found, what to do, and how many found what."""
-    found = diagnosis.findings
-    rows = [[finding.status, name, finding.measured, finding.expected] for name, finding in found.items()]
-    print_table(("status", "check", "measured", "expected"), rows)
-    for name, finding in found.items():
-        if finding.advice and finding.status in ("WARN", "FAIL"):
-            print_line(f"{finding.status} {name}: {finding.advice}")
-    statuses = [finding.status for finding in found.values()]
-    counted = [f"{statuses.count(status)} {status}" for status in ("FAIL", "WARN", "PASS", "n/a") if status in statuses]
-    print_line(f"{', '.join(counted)} in {diagnosis.seconds:.0f} s")
+def _summary(findings: Mapping[str, Finding], seconds: float) -> str:
+    statuses = [finding.status for finding in findings.values()]
+    counts = [f"{statuses.count(status)} {status}" for status in ("FAIL", "WARN", "PASS", "n/a") if status in statuses]
+    return f"{', '.join(counts)} in {seconds:.1f} s"
+
+
+def checks_of_start(rank: int) -> StartDoctor | None:
+    """Return what checks the start of a training, as the variable DOCTOR says; None without it.
+
+    `rank`: of this process. The first one prints.
+    """
+    mode = os.environ.get(VARIABLE, "off")
+    if mode not in MODES:  # a job that has waited for days must not end by this
+        if rank == 0:
+            hint = nearest(mode, MODES)
+            print_line(f"warning: {VARIABLE} is {mode!r}; expected {', '.join(MODES)}.{hint} It counts as print.")
+        mode = "print"
+    if mode == "off":
+        return None
+    from accel_train.doctor.doctor import StartDoctor
+
+    seen: dict[str, Finding] = {}
+
+    def report(diagnosis: Diagnosis, is_last: bool) -> None:
+        seen.update(diagnosis.findings)
+        if rank == 0:
+            for name, finding in diagnosis.findings.items():
+                if finding.status in ("WARN", "FAIL"):
+                    print_line(
+                        f"{finding.status} {name}: {finding.measured}; expected {finding.expected}. {finding.advice}"
+                    )
+            if is_last or diagnosis.failed:
+                print_line(f"accel-train doctor: {_summary(seen, diagnosis.seconds)}")
+        if diagnosis.failed and mode == "strict":
+            failed = ", ".join(diagnosis.failed)
+            raise UserError(
+                f"{VARIABLE}=strict, and these checks failed: {failed} (see above). The training was not started."
+            )
+
+    return StartDoctor(report)

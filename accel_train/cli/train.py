@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from accel_train.cli.common import importing
+from accel_train.cli.doctor import checks_of_start
 from accel_train.data.sources.root import check_root
 from accel_train.errors import UnsavedError, print_line
 from accel_train.launch.environment import INTERRUPTED, at_terminal, prepare_environment
@@ -53,7 +54,7 @@ def _train(arguments: Sequence[str]) -> int:
             if launch.rank == 0:
                 print(text)
         else:
-            result = train(config, launch)
+            result = train(config, launch, checks=checks_of_start(launch.rank))
             stopped_by, code = result.stopped_by, int(result.failed_writes > 0 or result.others_go_on)
             if result.nothing_left and launch.rank == 0:
                 print_line(f"{result.directory} holds a finished run: {result / 'result.json'}. Nothing is left to do.")

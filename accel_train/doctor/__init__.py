@@ -1,1 +1,1 @@
-"""`accel-train doctor`: what will go wrong in the next twenty hours of a training."""
+"""`accel-train doctor`: checks of nodes, data and job limits before a long run."""

@@ -7,7 +7,6 @@ goes through `worst_rank` or `on_each_rank`: an error of one process must not le
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +18,13 @@ from accelerate.utils import gather_object
 from accel_train.bench.workload import Workload
 from accel_train.config.schema import Config
 from accel_train.data.sources.load import Splits
-from accel_train.errors import UserError, one_line
+from accel_train.errors import one_line
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import hostname
+from accel_train.training_setup import TrainingSetup
 
-PASS, WARN, FAIL, NOT_CHECKED = "PASS", "WARN", "FAIL", "n/a"
-STATUSES = (NOT_CHECKED, PASS, WARN, FAIL)  # from the harmless to the serious
+STATUSES = NA, PASS, WARN, FAIL = "n/a", "PASS", "WARN", "FAIL"  # from the harmless to the serious
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Finding:
     """What a check has found."""
 
     status: str
-    """PASS, WARN, FAIL, or n/a for what cannot be looked at on this machine."""
+    """PASS, WARN, FAIL, or n/a for what cannot be checked on this machine."""
     measured: str
     """What was measured, with its unit, and where: the host and the rank."""
     expected: str = ""
@@ -55,39 +54,29 @@ class Examination:
     launch: Launch
     accelerator: Accelerator
     folder: Path
-    """An existing folder on the file system to which the run will be written."""
-    quick: bool
-    """Measure for tenths of a second instead of seconds."""
-    ends: float
-    """When the examination should be over, of `time.monotonic`."""
+    """The folder of the run, or the nearest one above it that exists."""
     hosts: list[str] = field(init=False)
     """The host of each rank."""
     measured: dict[str, float] = field(default_factory=dict)
-    """What later checks use, equal on all ranks: "update_seconds", "save_seconds", "checkpoint_bytes" and so on."""
+    """What later checks use, equal on all ranks: "update_seconds", "save_seconds" and "training_seconds"."""
     splits: Splits | None = None
     """The data, if it could be loaded."""
+    setup: TrainingSetup | None = None
+    """Model, optimizer and input, if they could be created."""
     workload: Workload | None = None
-    """Model, optimizer and input, if an update fits."""
+    """Measures updates, if one fits. A training measures its own."""
 
     def __post_init__(self) -> None:
         self.hosts = self.gather(hostname())
-
-    @property
-    def seconds_left(self) -> float:
-        """Seconds until the examination should be over. Processes differ: let the main process decide by it."""
-        return self.ends - time.monotonic()
 
     def gather(self, value: Any) -> list[Any]:
         """Return the `value` of each rank, on every rank. Collective."""
         return list(gather_object([value]))
 
-    def slowest(self, seconds: float) -> float:
-        """The longest time of all ranks. Collective."""
-        return float(max(self.gather(seconds)))
-
-    def agreed(self, number: int) -> int:
-        """The main process's number: how often all ranks do something together. Collective."""
-        return broadcast_from_main(self.accelerator, lambda: number)
+    @property
+    def ranks_here(self) -> int:
+        """The number of ranks on this host."""
+        return self.hosts.count(self.hosts[self.launch.rank])
 
     def names(self, ranks: Sequence[int]) -> str:
         """Return "rank 3 (node7), rank 4 (node8)" for a message; "every rank" if it is all of several."""
@@ -97,45 +86,37 @@ class Examination:
         return shown if len(ranks) <= 4 else f"{shown} and {len(ranks) - 4} more"
 
 
-Look = Callable[[Examination], Finding]
+Check = Callable[[Examination], Finding]
 
 
-@dataclass(frozen=True)
-class Check:
-    """A check: its name in the table and for --skip, and the function that all processes call together."""
-
-    name: str
-    look: Look
-    quick: bool = False
-    """Whether --quick does it."""
-    seconds: float = 1.0
-    """How long it takes at most on a usual machine: it is left out if less time is left. With --quick: at most 1 s."""
+def _alone(look: Callable[[], Finding]) -> Finding:
+    """Call a function that is not collective. An error of one process, or a mistake in it, must not end a training."""
+    try:
+        return look()
+    except Exception as error:
+        return Finding(NA, f"could not be checked: {one_line(error, 200)}")
 
 
 def worst_rank(exam: Examination, look: Callable[[], Finding]) -> Finding:
     """Call `look`, which is not collective, on every rank; return the most serious finding, with its ranks. Collective.
 
-    The errors OSError, RuntimeError and UserError of a rank become its finding, n/a.
+    An error of a rank becomes its finding, n/a.
     """
-    try:
-        finding = look()
-    except (OSError, RuntimeError, UserError) as error:
-        finding = Finding(NOT_CHECKED, f"could not be checked: {one_line(str(error))}")
-    found: list[Finding] = exam.gather(finding)
-    worst = max(found, key=lambda each: STATUSES.index(each.status))
-    if any(each.status == NOT_CHECKED for each in found) and worst.status == PASS:
-        worst = next(each for each in found if each.status == NOT_CHECKED)  # what one rank could not see is no PASS
-    ranks = [rank for rank, each in enumerate(found) if each.status == worst.status]
-    if len(found) == 1 or len(ranks) == len(found):
+    findings: list[Finding] = exam.gather(_alone(look))
+    worst = max(findings, key=lambda finding: STATUSES.index(finding.status))
+    if worst.status == PASS:  # what one rank could not see is no PASS
+        worst = next((finding for finding in findings if finding.status == NA), worst)
+    ranks = [rank for rank, finding in enumerate(findings) if finding.status == worst.status]
+    if len(ranks) == len(findings):
         return worst
     return Finding(worst.status, f"{exam.names(ranks)}: {worst.measured}", worst.expected, worst.advice)
 
 
-def on_each_rank(look: Look) -> Look:
+def on_each_rank(look: Check) -> Check:
     """Turn a function that each rank calls alone into a check: see `worst_rank`."""
     return functools.wraps(look)(lambda exam: worst_rank(exam, lambda: look(exam)))
 
 
-def on_main(look: Look) -> Look:
+def on_main(look: Check) -> Check:
     """Turn a function into a check that the main process makes for all ranks."""
-    return functools.wraps(look)(lambda exam: broadcast_from_main(exam.accelerator, lambda: look(exam)))
+    return functools.wraps(look)(lambda exam: broadcast_from_main(exam.accelerator, lambda: _alone(lambda: look(exam))))

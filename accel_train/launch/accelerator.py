@@ -19,7 +19,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import distributed
 
-from accel_train.errors import UserError, how_to_get, reason_of
+from accel_train.errors import UserError, how_to_get, nearest, reason_of
 from accel_train.launch.compat import set_collective_timeout, set_store_timeout
 from accel_train.launch.environment import Launch
 from accel_train.launch.parent import gpu_asked_for, is_yes
@@ -49,7 +49,7 @@ def create_accelerator(
     does not.
 
     Raises UserError if processes are missing, exist twice or share a GPU, or if the world is another one; also if the
-    launcher was asked for GPUs and there is none.
+    launcher was asked for GPUs and there is none, or if a GPU has no memory left.
     """
     if file := os.environ.get(LAUNCHER_CONFIG):
         os.environ.update(launcher_variables(file, launch))
@@ -60,14 +60,16 @@ def create_accelerator(
     # A process that trains several times still has the process group of the first time.
     known = distributed.is_initialized()
     own_gpu = "" if cpu or device is None or share_gpus else _device_id(device, launch)
-    missing = _missing_gpu(launch) if device is None and not forced else ""
+    trouble = _missing_gpu(launch) if device is None and not forced else ""
+    if not cpu and device is not None and not known:
+        trouble = _full_gpu(device, launch)
     store = None
     if launch.world_size > 1 and not known:
         from accel_train.launch.rendezvous import rendezvous_of_ranks
 
-        store = rendezvous_of_ranks(launch, own_gpu, rendezvous_seconds, missing)
-    elif missing and not known:
-        raise UserError(missing)
+        store = rendezvous_of_ranks(launch, own_gpu, rendezvous_seconds, trouble or _unknown_interface())
+    elif trouble and not known:
+        raise UserError(trouble)
     group: dict[str, Any] = {"timeout": timedelta(seconds=rendezvous_seconds)}  # while gloo connects
     if device is not None and not cpu and launch.world_size > 1:
         # Accelerate and DDP use LOCAL_RANK as a device's index. A process that sees only its own GPU (srun
@@ -120,6 +122,33 @@ def _missing_gpu(launch: Launch) -> str:
     return (
         f"A GPU was asked for ({asked}), but torch {torch.__version__} finds none on {hostname()} "
         f"({_why_no_gpu()}{hidden}). To train on the CPU: --config_file {config}.{how_to_get(config)}"
+    )
+
+
+def _full_gpu(device: torch.device, launch: Launch) -> str:
+    """What is wrong if other programs have taken the GPU's memory, so that not even its context fits; else ""."""
+    index = _device_index(launch)
+    try:
+        torch.empty(0, device=torch.device(device.type, index))
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        return (
+            f"{device.type}:{index} of {hostname()} has no free memory ({reason_of(error, 200)}): other programs use "
+            "it. nvidia-smi shows them; a killed job's processes may be left. End them, or ask for another node."
+        )
+    return ""
+
+
+def _unknown_interface() -> str:
+    """What is wrong with GLOO_SOCKET_IFNAME, if this host has no interface of that name; else ""."""
+    names, known = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    unknown = [name for name in names.split(",") if name and name not in known]
+    if not unknown:
+        return ""
+    return (
+        f"GLOO_SOCKET_IFNAME is {names!r}, but {hostname()} has no interface {unknown[0]!r}."
+        f"{nearest(unknown[0], known)} It has {', '.join(known)}: give the one that all nodes share, or unset it."
     )
 
 

@@ -123,7 +123,7 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     # what qsub starts: nothing but CONTINUE and what PBS sets; another file may still be named by hand
     second = train(tmp_path, CONTINUE=str(run), LEAD_SECONDS="12", DOCTOR="strict")
     assert second.returncode == 0, second.stdout + second.stderr
-    assert "PASS    processes" in second.stdout
+    assert "accel-train doctor" not in second.stdout  # it goes on from a checkpoint
     result = json.loads((run / "result.json").read_text())
     assert (result["world_size"], result["updates"]) == (2, 60)
     assert "2 machines met within" in second.stdout
@@ -134,19 +134,17 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
     assert sorted(logs) == ["rank-0.log", "rank-1.log"]
     assert "Stopped by the file STOP" in logs["rank-0.log"] and "continuing after update" in logs["rank-0.log"]
-    assert logs["rank-1.log"].count("rank 1 on ") == 3  # the second job's doctor, too
+    assert logs["rank-1.log"].count("rank 1 on ") == 2
     # once more: nothing is left to do
     assert "my run holds a finished run" in train(tmp_path, TRAIN=words, **CPU).stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("doctor", ["sleep 300", "exit 1"])
-def test_a_chain_of_jobs(doctor: str, tmp_path: Path) -> None:
-    """Each job saves and submits the next, which has the variables of the first, whatever the doctor does."""
+def test_a_chain_of_jobs(tmp_path: Path) -> None:
+    """Each job saves and submits the next, which has the variables of the first."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "accelerate").write_text(
-        f'#!/bin/bash\n[[ "$*" != *" doctor "* ]] || {doctor}\n'
-        'echo "$ONLY_MINE $*" >>"$RUN/trained"; expr $(wc -l <"$RUN/trained") / 2 >"$RUN/REQUEUE"\n'
+        '#!/bin/bash\necho "$ONLY_MINE $*" >>"$RUN/trained"; expr $(wc -l <"$RUN/trained") / 2 >"$RUN/REQUEUE"\n'
     )
     (tmp_path / "bin" / "accelerate").chmod(0o755)
     run = tmp_path / "my run"
@@ -157,7 +155,6 @@ def test_a_chain_of_jobs(doctor: str, tmp_path: Path) -> None:
     jobs += [train(tmp_path, CONTINUE=str(run), walltime="00:00:15") for _ in range(3)]
     for job in jobs:
         assert job.returncode == 0, job.stdout + job.stderr
-        assert "the training starts without its answer" in job.stderr
     assert (run / "slurm" / "variables.sh").read_text() == kept and "TRAIN=" in kept and "LEAD_SECONDS=11" in kept
     trained = (run / "trained").read_text().splitlines()
     assert len(trained) == 8 and all(line.startswith("1,2 ") and "--epochs 2" in line for line in trained)
@@ -170,7 +167,7 @@ def test_a_chain_of_jobs(doctor: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_missing_variable_ends_a_job(tmp_path: Path) -> None:
-    """None, and all but one of the variables that the script and its nodes read; with a doctor that fails."""
+    """None, and all but one of the variables that the script and its nodes read."""
     read = read_variables("pbs/train.pbs", "slurm/common.sh", "slurm/rank.sh")
     names = {name for name in read if not name.startswith("SLURM")} - {"TRAIN", "CONTINUE", *ALWAYS_SET}
     config = str(ROOT / "accelerate_configs" / "cpu.yaml")

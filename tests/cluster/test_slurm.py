@@ -334,7 +334,7 @@ def test_preflight_and_scaling(cluster: Cluster) -> None:
     first = cluster.submit(*words, options=asked, PROCESSES_PER_NODE="1")
     counted = cluster.submit(*words, options="--gpus=1 --time=30", PROCESSES_PER_NODE="1")
     assert preflight.ended() == "COMPLETED", preflight.log()
-    assert "rank 3: 127.0.0.12" in preflight.log() and "preflight passed" in preflight.log()
+    assert "PASS" in preflight.log()
     assert first.ended() == "COMPLETED", first.log()
     second = Job(cluster, re.search(r"Submitted batch job (\d+)", first.log())[1], ())  # type: ignore[index]
     assert second.ended() == "COMPLETED", second.log()
@@ -353,38 +353,34 @@ def test_preflight_and_scaling(cluster: Cluster) -> None:
 @pytest.mark.slow
 def test_the_doctor_on_two_nodes(cluster: Cluster) -> None:
     """All checks, on nodes that are well and through a launcher that a signal would end."""
-    words = ["digits", "--seconds", "300", "--skip", "matmul", "matmul-bf16"]
+    words = ["digits", "--skip", "matmul"]
     well = cluster.submit("preflight.sbatch", *words, "--json", "well.json", options="--nodes=2 --gpus-per-node=2")
     well.ended()
     found = {each["name"]: each for each in json.loads((cluster.directory / "well.json").read_text())["checks"]}
-    passed = ("processes", "clocks", "time-left", "requeue", "signal-path", "shared-folder")
-    assert {found[name]["status"] for name in passed} == {"PASS"}
-    assert found["processes"]["measured"] == "4 on 2 hosts (accelerate)" and "within a host" in str(found["all-reduce"])
-    assert found["signal-path"]["measured"] == "2 of 2 processes of a second launcher"
+    assert {found[name]["status"] for name in ("versions", "clocks", "all-reduce", "time-left")} == {"PASS"}
     # GPUs were given, but ACCELERATE_USE_CPU asks for the CPU; the script says nothing of a signal
-    assert (found["gpus"]["status"], found["signal-lead"]["status"]) == ("WARN", "n/a")
-    assert "rank 3: 127.0.0.12" in well.log() and well.field("ExitCode") == "0:0", well.log()
+    assert (found["gpu-health"]["status"], found["signal"]["status"]) == ("WARN", "WARN")
+    assert "no --signal" in found["signal"]["measured"] and well.field("ExitCode") == "0:0", well.log()
 
     script = cluster.directory / "by-hand-doctor.sh"
     config, python = f"{ROOT}/accelerate_configs/multi_cpu.yaml", Path(sys.executable).parent
     script.write_text(f"""#!/bin/bash
-#SBATCH --signal=B:USR1@60
+#SBATCH --signal=USR1@60
 srun bash -c '((SLURM_NODEID == 0)) || export NCCL_IB_DISABLE=1
 exec {python}/accelerate launch --config_file {config} --num_machines 2 --num_processes 2 \\
     --machine_rank $SLURM_NODEID \\
     --main_process_ip 127.0.0.11 --main_process_port 27111 \\
-    -m accel_train doctor {" ".join(words)} --skip import update all-reduce --json ill.json'
+    -m accel_train doctor {" ".join(words)} input all-reduce --json ill.json'
 """)
     line = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--output=%x-%j.log", str(script)]
     ill = Job(cluster, cluster.command(*line), ())
     ill.ended()
     found = {each["name"]: each for each in json.loads((cluster.directory / "ill.json").read_text())["checks"]}
     assert {name for name, each in found.items() if each["status"] == "FAIL"} == {
-        "variables", "signal-lead", "signal-path",
+        "variables", "signal",
     }, ill.log()  # fmt: skip
     assert found["variables"]["measured"] == "NCCL_IB_DISABLE is 1 on rank 1 (127.0.0.12), not set on rank 0"
-    assert "only the batch script" in found["signal-lead"]["measured"]
-    assert "SIGUSR1 ends the launcher" in found["signal-path"]["measured"]
+    assert "SIGUSR1 ends the launcher" in found["signal"]["measured"]
 
 
 @pytest.mark.slow
@@ -402,65 +398,10 @@ def test_the_doctor_before_a_training(cluster: Cluster) -> None:
     assert printed.result()["world_size"] == 2
     # torch's launcher on the second node may wait for the first node's, which has ended: it says so with a traceback
     own = [line for line in printed.log().splitlines() if "torch/distributed/elastic/agent/server/api.py:" not in line]
-    assert re.search(r"FAIL +variables", printed.log()) and "Traceback" not in "\n".join(own)
+    assert "FAIL variables: NCCL_IB_DISABLE is 1 on rank 1" in printed.log() and "Traceback" not in "\n".join(own)
     assert (strict.ended(), strict.field("ExitCode")) == ("FAILED", "2:0"), strict.log()
-    assert "the training was not started" in strict.log() and not (strict.run / "metrics.jsonl").exists()
-    assert tasks.result()["world_size"] == 2 and "PASS" in tasks.log(), tasks.log()
-
-
-BESIEGED = """
-import os, signal, subprocess, sys, time
-import torch
-from torch.utils.data import TensorDataset
-
-def dataset(count):
-    labels = torch.arange(count) % 2
-    made = TensorDataset((labels * 200).view(-1, 1, 1, 1).expand(-1, 1, 8, 8).to(torch.uint8).contiguous(), labels)
-    made.classes, made.targets = ["dark", "light"], labels
-    return made
-
-def data():
-    start = os.environ.get("SLURM_RESTART_COUNT", "0")
-    if "doctor" in sys.argv and start == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if "doctor" in sys.argv and start == "1":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        subprocess.run(["sleep", "400"])
-    if "doctor" in sys.argv and start == "2":
-        os._exit(2)
-    return {"train": dataset(1440), "test": dataset(96)}
-"""
-
-
-@pytest.mark.slow
-def test_a_chain_of_jobs_whatever_the_doctor_does(cluster: Cluster) -> None:
-    """With default variables. The doctor is killed, takes too long and is deaf to SIGTERM, ends with 2, and is well."""
-    scripts = cluster.directory / "scripts"
-    for folder in ("slurm", "accelerate_configs"):
-        shutil.copytree(ROOT / folder, scripts / folder)
-    common = (scripts / "slurm" / "common.sh").read_text()
-    assert common.count("SLURM_TIMELIMIT=2 ") == 1  # the least that Slurm can do is one minute
-    (scripts / "slurm" / "common.sh").write_text(common.replace("SLURM_TIMELIMIT=2 ", "SLURM_TIMELIMIT=1 "))
-    (cluster.directory / "besieged.py").write_text(BESIEGED)
-    words = ["--data.name", "besieged.py:data", "--data.workers", "0", "--epochs", "20", "--log-every-updates", "1"]
-    defaults = ("DOCTOR", "ACCELERATE_CONFIG", "ACCELERATE_USE_CPU")
-    job = cluster.submit(
-        "multi_node.sbatch", "digits", *words, options="--nodes=2", without=defaults, ACCEL_TRAIN_ROOT=str(scripts)
-    )
-    for start in range(1, 4):
-        job.trains_on(300)  # the doctor comes first
-        assert [words for _, words, _ in job.processes() if "doctor" in words or words[0] == "sleep"] == []
-        cluster.command("scancel", "--signal=USR1", job.number)
-        job.restarted(start)
-    assert job.result()["world_size"] == 2
-    assert [line["update"] for line in lines(job)] == list(range(1, 601))
-    log, saved = job.log(), (job.run / "slurm" / "requeues").read_text().split()
-    assert re.findall(r"continuing after update (\d+)", log) == saved and len(saved) == 3
-    assert log.count("the training starts without its answer") == 3
-    times = re.findall(r"\[(\d+):(\d+):(\d+)\] multi_node.sbatch: accel-train doctor (?:looks|failed)", log)
-    looks = [int(hours) * 3600 + int(minutes) * 60 + int(seconds) for hours, minutes, seconds in times]
-    killed, cut, failed = ((looks[index + 1] - looks[index]) % 86400 for index in (0, 2, 4))
-    assert max(killed, failed) < 60 and cut < 60 + 30 + 15 + 30  # Slurm looks every 30 s, and KillWait is 15 s
+    assert "The training was not started" in strict.log() and not (strict.run / "metrics.jsonl").exists()
+    assert tasks.result()["world_size"] == 2 and "accel-train doctor: " in tasks.log(), tasks.log()
 
 
 @pytest.mark.slow

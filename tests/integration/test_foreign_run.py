@@ -29,7 +29,7 @@ for words in (
     ["track", run, "--to", "tensorboard"],
     ["runs", run],
     ["bench", run],
-    ["doctor", run, "--quick"],
+    ["doctor", run],
     ["train", "digits", "--data.train-limit", "64", "--epochs", "1", "--model.weights", run, "--output-dir", "new"],
 ):
     print("CODE", words[0], cli.main(words), flush=True)

@@ -581,20 +581,14 @@ def test_cuda_graphs_and_accumulation_are_refused(gpu: Pretended, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_preflight(gpu: Pretended, tmp_path: Path) -> None:
-    done = succeeded(gpu("preflight", tmp_path))
-    assert "cuda:0 (Pretended GPU)" in done.output
-
-
-@pytest.mark.slow
 def test_doctor(gpu: Pretended, tmp_path: Path) -> None:
     """All checks; what the device does not say is not called good."""
     file = tmp_path / "found.json"
-    skip = ("--skip", "import", "room", "input")  # speed and room of this host are not the question
-    succeeded(gpu("doctor", "--seconds", 300, *skip, "--json", file, "--output-dir", tmp_path / "run"))
+    skip = ("--skip", "room", "input")  # speed and room of this host are not the question
+    succeeded(gpu("doctor", *skip, "--json", file, "--output-dir", tmp_path / "run"))
     found = {each["name"]: each["status"] for each in json.loads(file.read_text())["checks"]}
     assert found["gpu-health"] == "n/a"
-    assert {found[name] for name in ("gpus", "matmul", "update", "evaluation", "save", "forecast")} == {"PASS"}
+    assert {found[name] for name in ("matmul", "update", "save")} == {"PASS"}
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import helpers
 import pytest
 import torch
 
@@ -55,6 +56,7 @@ def decide(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(seen))
         monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+        monkeypatch.setattr(accelerator, "_full_gpu", lambda *_: "")
         monkeypatch.setattr(rendezvous, "rendezvous_of_ranks", rendezvous_of_ranks)
         monkeypatch.setattr(accelerator, "Accelerator", make)
         monkeypatch.setenv("LOCAL_RANK", str(launch.local_rank))
@@ -109,3 +111,21 @@ def test_rocm_and_xpu_tell_by_the_uuid(decide: Any, monkeypatch: pytest.MonkeyPa
 
 def test_several_processes_on_mps_train_on_the_cpu(decide: Any) -> None:
     assert [decide(each, "mps", [None]).cpu for each in launches(2)] == [True, True]
+
+
+def test_a_gpu_whose_memory_other_programs_have_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch, "empty", full)
+    message = accelerator._full_gpu(torch.device("cuda"), Launch("srun", 2, 4, 2, 4))
+    assert message.startswith("cuda:2 of ") and "has no free memory (CUDA error: out of memory): other" in message
+
+
+@pytest.mark.ci
+def test_an_interface_that_a_host_does_not_have_is_named() -> None:
+    done = helpers.run("digits", "--batch-size", "64", processes=2, GLOO_SOCKET_IFNAME="lo7")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "GLOO_SOCKET_IFNAME is 'lo7', but " in done.stderr
+    assert "no interface 'lo7'. Did you mean 'lo'? It has lo" in done.stderr

@@ -381,22 +381,6 @@ def stage(data: Data, tick: Callable[[str], None] = lambda digest: None, *, down
     return manifest.digest
 
 
-def look(data: Data) -> str:
-    """What this node has and lacks, in words; nothing is copied. Raises UserError if there is no answer, or no room."""
-    folder = folder_for(data)
-    try:
-        storage = Storage(data.root, data.name)
-        manifest = storage.manifest()
-    except UserError as error:
-        if kept(folder) is None:
-            raise
-        return f"{error} But all files are in {folder}"
-    if missing := manifest.missing(folder / manifest.digest):
-        _check_room(storage, missing, folder / manifest.digest)
-        return f"{counted(len(missing), 'file')} ({decimal(sum(file.size for file in missing))}) to copy to {folder}"
-    return f"all {counted(len(manifest.files), 'file')} are in {folder}"
-
-
 def _check_room(storage: Storage, missing: Sequence[File], folder: Path) -> None:
     """Raise UserError if the disk has no room for the rest of these files."""
     parts = (_bytes_in((folder / file.name).with_name(f".{Path(file.name).name}.part")) for file in missing)

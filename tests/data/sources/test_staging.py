@@ -13,7 +13,6 @@ import time
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import helpers
@@ -33,9 +32,6 @@ from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.root import check_root
 from accel_train.data.sources.splits import names_root, sample_keys
 from accel_train.data.sources.staging import AbsentError, File, Storage, StorageError, folder_for, kept, stage
-from accel_train.doctor import data as doctor_data
-from accel_train.doctor import storage as doctor_storage
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS
 from accel_train.errors import UserError
 
 NAME, BRACES = "train-000.tar", "{train-{000..005},val-000}.tar"
@@ -443,31 +439,6 @@ def test_check_data_copies_and_shards_are_written_from_the_copy(
     assert main(["shards", "wds", "out", "--root", url, "--stage", "stage", "--processes", "1"]) == 0
     assert server.bytes == 0 and len(load_splits(Data("wds", Path("out")), 0).train) == 96
     assert api.check_data({"name": "wds", "root": "out", "stage": "copies"}, processes=1).images.sources
-
-
-def test_the_doctor_asks_the_storage_and_compares_the_room(
-    server: StorageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def exam(root: object) -> Any:
-        config = SimpleNamespace(data=data(root, tmp_path))
-        found: Any = SimpleNamespace(config=config, launch=SimpleNamespace(local_rank=0), hosts=["here"], quick=True)
-        found.gather = lambda value: [value]
-        return found
-
-    there = exam(f"{server.url}/{BRACES}")
-    lacking = doctor_storage.staging(there)
-    assert (lacking.status, lacking.measured.partition(" to copy")[0]) == (PASS, "7 files (286.7 kB)")
-    assert doctor_data.data(there).status == NOT_CHECKED
-    assert server.bytes == 0
-    with monkeypatch.context() as full:
-        full.setattr(shutil, "disk_usage", lambda _: Usage(10**6, 10**6, 1000))
-        assert doctor_storage.staging(there).status == FAIL
-    stage(there.config.data)
-    assert "all 7 files are in" in doctor_storage.staging(there).measured
-    server.fault = lambda *_: "404"
-    assert "cannot be read" in (found := doctor_storage.staging(there)).measured and found.status == PASS
-    there.config.data = Data("wds", server.folder)
-    assert doctor_storage.staging(there).status == NOT_CHECKED
 
 
 def test_braces_are_expanded_as_by_the_shell() -> None:
