@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from accel_train import models
@@ -25,7 +26,6 @@ from accel_train.data.order.plan import NO_END
 from accel_train.data.sources.load import Splits
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
-from accel_train.optim.performance import as_in_training
 from accel_train.run.start import find_start
 from accel_train.training_setup import connect, create_training_setup
 
@@ -77,12 +77,16 @@ class Workload:
 
         Raises the device's error if it has too little memory.
         """
-        model = self.setup.bare_model
-        with as_in_training(model, self.setup.optimizer, self.setup.device):
-            inputs, targets = self.examples[0]
-            losses: Tensor = self.setup.criterion(model(inputs), targets)
-            with models.preserve_buffers(self.setup.step.recomputed_buffers):
-                self.accelerator.backward(losses.mean())
+        inputs, targets = self.examples[0]
+        try:
+            for _ in range(2):  # the second time beside gradients and the optimizer's state
+                losses: Tensor = self.setup.criterion(self.setup.bare_model(inputs), targets)
+                with models.preserve_buffers(self.setup.step.recomputed_buffers):
+                    self.accelerator.backward(losses.mean())
+                self.setup.optimizer.step()
+        finally:
+            self.setup.optimizer.zero_grad()
+            clear_device_cache(garbage_collection=True)
 
     def bare_seconds(self, updates: int, warm_up: int) -> float:
         """Measure `updates` updates of the bare loop: forward, backward and step on tensors on the device."""

@@ -8,7 +8,6 @@ Performance Tuning Guide (https://docs.pytorch.org/tutorials/recipes/recipes/tun
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import os
 import sys
@@ -18,10 +17,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from accelerate.utils.dataclasses import DynamoBackend
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -188,35 +186,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         should_reduce_batch_size(error) or any(words in str(error) for words in _OF_LIBRARIES)
     )
-
-
-@contextmanager
-def as_in_training(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[None]:
-    """Fill the memory as updates do: inside, the optimizer has its state, and each trained parameter a gradient.
-
-    Afterwards weights, buffers, gradients, the optimizer and all random generators are as before, bit by bit. Raises
-    the device's error if even this does not fit.
-    """
-    # Under fp16, Accelerate's wrapper would ask its loss scaler whether to make a step.
-    optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    weights = [parameter.detach().to("cpu", copy=True) for parameter in trained]
-    state = copy.deepcopy(optimizer.state_dict())
-    benchmark = torch.backends.cudnn.benchmark
-    try:
-        torch.backends.cudnn.benchmark = False  # it would remember choices that it made with less free memory
-        with restored(model, device):
-            for parameter in trained:
-                parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
-            yield
-    finally:
-        torch.backends.cudnn.benchmark = benchmark
-        with torch.no_grad():
-            for parameter, value in zip(trained, weights, strict=True):
-                parameter.copy_(value)
-        optimizer.load_state_dict(state)
-        clear_device_cache(garbage_collection=True)
 
 
 @contextmanager

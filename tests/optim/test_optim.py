@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from functools import partial
 from typing import Any
@@ -13,11 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.loss import BinaryCrossEntropy
-from timm.optim import create_optimizer_v2, list_optimizers
+from timm.optim import list_optimizers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accel_train.checkpoint.state_dict import broadcast_optimizer_state, gather_to_main, optimizer_state, outline
 from accel_train.config.schema import Ema, Loss, Model, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.models import create_model
@@ -184,25 +182,6 @@ def test_muon_takes_the_hidden_weights_only(name: str, model: str, size: int, fi
     by_muon = {key for key, parameter in net.named_parameters() if "momentum_buffer" in optimizer.state[parameter]}
     matrices = {key for key, parameter in net.named_parameters() if parameter.ndim in (2, 4)}
     assert by_muon == matrices - {f"{first}.weight", f"{last}.weight"}
-
-
-def test_muon_of_an_older_checkpoint_goes_on_with_the_parameters_that_it_had() -> None:
-    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        torch.manual_seed(1)
-        net(torch.randn(4, 1, 8, 8)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    net = create_model(Model(name="digits_cnn"), num_classes=10, channels=1, image_size=8)
-    older = create_optimizer_v2(net, opt="muon", lr=0.1)  # as earlier versions made it
-    step(net, older)
-    other = copy.deepcopy(net)
-    newer = create_optimizer(Optim(name="muon", lr=0.1), other)
-    state = copy.deepcopy(optimizer_state(net, older))
-    broadcast_optimizer_state(other, newer, outline(state), gather_to_main(state, here=True))
-    step(net, older)
-    step(other, newer)
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
 
 
 # Schedules
