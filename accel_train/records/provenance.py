@@ -101,7 +101,7 @@ def environment(world_size: int, devices: list[str], precision: str = "fp32") ->
     """Return the versions, devices, precision, host, launcher, commit and command line of a run. Imports torch."""
     import torch
 
-    packages = versions((*PACKAGES, "numpy", "pillow"), missing="not installed")
+    packages = versions((*PACKAGES, "numpy", "pillow", "simplejpeg"), missing="not installed")
     python = packages.pop("python")
     packages["torch"] = torch.__version__  # with its build: +cpu, +cu130
     names = sorted(prefix + name for prefix, rest in LAUNCHER.items() for name in rest.split())

@@ -22,6 +22,7 @@ from accel_train.data.sources.files.depth import (
     in_8_bits,
     largest_of_16_bits,
 )
+from accel_train.data.sources.files.jpeg import decode_jpeg, plain_jpeg
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -74,43 +75,69 @@ class LazyImage:
     ) -> None:
         """channels: 3 (RGB) or 1 (grey); max_pixels: limit of the size; value_range: the values of black and white, if
         there are more than 8 bits. Raises ImageError."""
-        from PIL import Image
-
         if not data:
             raise ImageError("the file is empty")
         self.data, self.channels, self.value_range = data, channels, value_range
         self.max_pixels = max_pixels
-        with _strictly(max_pixels):
-            self.image = Image.open(io.BytesIO(data))
-        if self.image.format == "EPS":  # Pillow would start Ghostscript, whose time and memory nobody bounds
+        self.image: Image.Image | None = None
+        self.orientation = 1
+        if (plain := plain_jpeg(data)) is not None:
+            self.stored_height, self.stored_width, self.stored_channels = plain
+            self.reducible = True
+            self._check_size()
+        else:
+            self._check(self._opened())
+        turned = self.orientation >= 5
+        self.height = self.stored_width if turned else self.stored_height
+        self.width = self.stored_height if turned else self.stored_width
+
+    def _opened(self) -> Image.Image:
+        """The image, opened by Pillow. Raises ImageError."""
+        from PIL import Image
+
+        if self.image is None:
+            with _strictly(self.max_pixels):
+                self.image = Image.open(io.BytesIO(self.data))
+        return self.image
+
+    def _check(self, image: Image.Image) -> None:
+        """Find the size and the orientation of an image that is not a plain JPEG. Raises ImageError."""
+        if image.format == "EPS":  # Pillow would start Ghostscript, whose time and memory nobody bounds
             raise ImageError("it is PostScript, which is a program and not an image; convert it to PNG")
-        self.width, self.height = self.image.size
-        if self.width * self.height > max_pixels:
-            raise _too_many(self.width * self.height, max_pixels)
-        with _strictly(max_pixels):
-            check_pages(self.image)
-            check_values(self.image, value_range)
-            self.orientation = _orientation(self.image, data)
-        if self.orientation >= 5:
-            self.width, self.height = self.height, self.width
-        self.reducible = self.image.format == "JPEG" and self.image.mode in ("RGB", "L")
+        self.stored_width, self.stored_height = image.size
+        self._check_size()
+        with _strictly(self.max_pixels):
+            check_pages(image)
+            check_values(image, self.value_range)
+            self.orientation = _orientation(image, self.data)
+        self.reducible = image.format == "JPEG" and image.mode in ("RGB", "L")
+        self.stored_channels = 1 if image.mode == "L" else 3
+
+    def _check_size(self) -> None:
+        if self.stored_width * self.stored_height > self.max_pixels:
+            raise _too_many(self.stored_width * self.stored_height, self.max_pixels)
 
     def largest_of_16_bits(self) -> int | None:
         """The largest value of an image of 16 bits; see depth.py. None: it has other bits. Raises ImageError."""
+        if self.reducible:
+            return None
         with _strictly(self.max_pixels):
-            return largest_of_16_bits(self.image)
+            return largest_of_16_bits(self._opened())
 
     def looks_truncated(self) -> bool:
         """Whether the file lacks its format's end marker at its end: truncated, or followed by other data."""
-        return not self.data.endswith(END_MARKERS.get(self.image.format or "", b""))
+        format = "JPEG" if self.reducible else self._opened().format
+        return not self.data.endswith(END_MARKERS.get(format or "", b""))
 
     def pixels(self) -> torch.Tensor:
         """The pixels, uint8 [channels, H, W]. Raises ImageError."""
-        with _strictly(self.max_pixels), self.image as image:
-            pixels = _decode_jpeg(self.data, self.channels) if self.reducible else None
-            if pixels is None:
-                pixels = to_tensor(image, self.channels, self.value_range)
-            return apply_orientation(pixels, self.orientation)
+        decoded = self._decode_jpeg(self.channels) if self.reducible else None
+        if decoded is not None:
+            return apply_orientation(_as_tensor(decoded), self.orientation)
+        with _strictly(self.max_pixels), self._opened() as image:
+            if self.reducible and self.channels == 1:
+                image.draft("L", None)  # the luminance, which simplejpeg gives, too
+            return apply_orientation(to_tensor(image, self.channels, self.value_range), self.orientation)
 
     def reduced(
         self, box: Box, height: int, width: int, reduction: int, interpolation: str = "bilinear"
@@ -120,17 +147,27 @@ class LazyImage:
         To save work, the JPEG is decoded `reduction` (2, 4 or 8) times smaller: the decoder skips high frequencies.
         The pixels are deterministic, but differ slightly from those of the full image.
         """
+        from PIL import Image
+
         top, left, high, wide = self._stored(box)
         if self.orientation >= 5:
             height, width = width, height
-        with _strictly(self.max_pixels), self.image as image:
-            image.draft(None, (image.width // reduction, image.height // reduction))
-            corners = (left / reduction, top / reduction, (left + wide) / reduction, (top + high) / reduction)
-            from PIL import Image
-
-            whole = image.convert("L" if self.channels == 1 else "RGB")
-            resized = np.array(whole.resize((width, height), Image.Resampling[interpolation.upper()], box=corners))
+        decoded = self._decode_jpeg(self.stored_channels, reduction)
+        if decoded is not None:
+            whole = Image.fromarray(decoded if self.stored_channels == 3 else decoded[..., 0])
+        else:
+            with _strictly(self.max_pixels), self._opened() as whole:
+                whole.draft(None, (whole.width // reduction, whole.height // reduction))
+                whole.load()
+        mode = "L" if self.channels == 1 else "RGB"
+        if whole.mode != mode:
+            whole = whole.convert(mode)
+        corners = (left / reduction, top / reduction, (left + wide) / reduction, (top + high) / reduction)
+        resized = np.array(whole.resize((width, height), Image.Resampling[interpolation.upper()], box=corners))
         return apply_orientation(_as_tensor(resized), self.orientation)
+
+    def _decode_jpeg(self, channels: int, reduction: int = 1) -> npt.NDArray[np.uint8] | None:
+        return decode_jpeg(self.data, self.stored_height, self.stored_width, channels, reduction)
 
     def _stored(self, box: Box) -> Box:
         """The box in the stored image, before the EXIF orientation is applied."""
@@ -176,7 +213,7 @@ def _strictly(max_pixels: int) -> Iterator[None]:
     from PIL import Image, UnidentifiedImageError
 
     with _limit_of_pillow(max_pixels), warnings.catch_warnings():
-        # PIL warns of invalid metadata, which does not matter here; torchvision of changes to its decoders.
+        # PIL warns of invalid metadata, which does not matter here.
         warnings.simplefilter("ignore")
         try:
             yield
@@ -215,18 +252,6 @@ def _too_many(pixels: int, most: int) -> ImageError:
         f"it has {pixels:,} pixels, more than max-pixels ({most:,}): a malicious file could fill the memory; raise the "
         "limit if you trust the file"
     )
-
-
-def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor | None:
-    """The pixels decoded by torchvision: the same as PIL's, but faster. None if it fails; then PIL decides."""
-    try:
-        from torchvision.io import ImageReadMode, decode_jpeg
-
-        mode = ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB
-        pixels: torch.Tensor = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=mode)
-    except (ImportError, RuntimeError):
-        return None
-    return pixels
 
 
 def to_tensor(image: Image.Image, channels: int, value_range: ValueRange | None = None) -> torch.Tensor:
