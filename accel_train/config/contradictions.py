@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 
 from accel_train.config.declaration import BEST_METRICS, FALLING, NAMES_OF_FIGURES
-from accel_train.config.groups.model import Model
-from accel_train.config.groups.training import Loss
-from accel_train.config.schema import Config
+from accel_train.config.schema import Config, Loss, Model
 from accel_train.user_code.reference import CHOSEN_METRICS, metric_name, parse_reference
 
 

@@ -1,37 +1,448 @@
-"""The configuration of a run: one frozen `Config`, whose fields are the keys of a recipe and of the command line.
+"""The options of a run: one frozen `Config`, whose fields are the keys of a recipe and of the command line.
 
 The recipe says what to learn. Where to learn it (the number of processes, the kind of device, the precision) is set by
 the launcher and is not part of `Config`.
 
-The groups of options, such as `optim`, are in groups/; training.py there says how an option is declared. Values that
-do not fit each other are in contradictions.py.
+All that there is to say about an option is said here, once: its type, bounds (POSITIVE, …), whether it may change when
+a run goes on (Free, …), its default, and its help text in the string under it. Values that do not fit each other are in
+contradictions.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from accel_train.config.declaration import (
+    ABOVE_0,
     AFTER_FAILURE,
+    ALL_POSITIVE,
+    COUNT,
     DECIDES_SAMPLES,
     ENDING,
     ENDS_RUN,
+    FALLING,
+    FRACTION,
+    INTERVAL,
+    JITTER,
+    JSON_OBJECT,
+    LOSS_NAME,
+    MILESTONES,
+    MODEL_NAME,
+    NEEDS_BOX,
+    NEEDS_EMA,
+    NEEDS_MIXING,
+    NEEDS_SHARDS,
+    NEEDS_WARMUP,
     NOT_NEGATIVE,
     ONE_START,
+    OWN,
+    PART,
+    POLICIES,
+    POLICY,
     POSITIVE,
+    SCHEDULE_NAME,
+    SPLIT,
+    STARTS_IN_EPOCH,
+    WITHOUT_MOMENTUM,
     Bound,
     Free,
+    Interpolation,
+    Needs,
 )
-from accel_train.config.groups.augment import Augment
-from accel_train.config.groups.data import Data
-from accel_train.config.groups.model import Model
-from accel_train.config.groups.training import Checkpoint, Ema, Loss, Optim, Schedule, Stop
 from accel_train.config.origin import Origin
+from accel_train.config.url import is_url
+from accel_train.errors import UserError
 
-__all__ = ["Augment", "Checkpoint", "Data", "Ema", "Loss", "Model", "Optim", "Schedule", "Stop"]  # handed on
+
+@dataclass(frozen=True)
+class Data:
+    name: Annotated[
+        str,
+        DECIDES_SAMPLES,
+    ] = "digits"
+    """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, csv (data.root is the table), synthetic,
+    tar, wds, torch/NAME, hfds/NAME, or your own FILE.py:FUNCTION."""
+    root: Annotated[
+        Path,
+        Free("the next machine may keep the same data in another folder"),
+    ] = Path("data")
+    """Folder of the dataset, a table, or the folder torchvision downloads to; tar, wds, hfds/parquet: also the URL
+    of a folder or of files: s3://bucket/train, https://host/train-{0000..0127}.tar, hf://datasets/user/name."""
+    val_fraction: Annotated[
+        float,
+        PART,
+        DECIDES_SAMPLES,
+    ] = 0.0
+    """Fraction of the training samples for validation, if the dataset has no such split."""
+    test_fraction: Annotated[float, PART, DECIDES_SAMPLES] = 0.0
+    """Fraction of the samples for the test, if the dataset has no such split."""
+    train_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
+    """folder, hfds: the folder, or the split of the hub, to train on; default: train or training."""
+    val_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
+    """The same for validation; default: val, valid, validation or dev."""
+    test_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
+    """The same for the test; default: test or testing."""
+    only_classes: Annotated[tuple[str, ...], DECIDES_SAMPLES] = ()
+    """Use only the images of these classes, by name; their order is that of the model's outputs. Default: all."""
+    train_limit: Annotated[
+        int | None,
+        POSITIVE,
+        DECIDES_SAMPLES,
+    ] = None
+    """Use only this many training samples."""
+    test_limit: Annotated[int | None, POSITIVE] = None
+    """Use only this many samples of the validation split, and of the test split."""
+    sampler: Annotated[
+        Literal["shuffle", "balanced", "weights"],
+        DECIDES_SAMPLES,
+    ] = "shuffle"
+    """shuffle: each training sample once an epoch; balanced: draw each class equally often, in an epoch of the same
+    length; weights: draw samples by their weights in the data."""
+    order: Annotated[Literal["full", "shards"], DECIDES_SAMPLES] = "full"
+    """full: random over the whole set; shards (for tar and wds): open a few shards at a time and shuffle among
+    these, for data on a network file system or in an object store (docs/large_data.md)."""
+    open_shards: Annotated[int, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES] = 16
+    """data.order=shards: how many shards each canonical node mixes at a time."""
+    canonical_nodes: Annotated[int | None, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES] = None
+    """data.order=shards: parts of an update, each with shards of its own; a multiple of the processes or machines is
+    best. A divisor of the batch size; default: 8, or else 4, 2 or 1."""
+    repeats: Annotated[int, COUNT, DECIDES_SAMPLES] = 1
+    """Repeated augmentation: each sample is so many times in its update, augmented differently; an epoch is as long as
+    before, so it has a part of the samples only."""
+    drop_last: bool = False
+    """Skip an epoch's last samples if they do not fill a batch (else: a smaller batch)."""
+    skip_unreadable: Annotated[
+        Path | None, Free("it leaves out images that end a run otherwise; all others keep their index")
+    ] = None
+    """Skip the images in this list, which `accel-train check-data` writes."""
+    verify: Annotated[bool, Free("it compares the images with their index, and changes none")] = False
+    """Compare all image files and tar headers with the index of the data at the start, and make it anew."""
+    placement: Annotated[
+        Literal["auto", "device", "host", "disk"],
+        Free("where the pixels are kept, not their values"),
+    ] = "auto"
+    """Where images are kept: device memory, host memory or disk; auto: the fastest with enough room."""
+    stage: Annotated[Path | None, Free("where the files are copied to, not what is in them")] = None
+    """tar, wds, hfds/parquet: copy the files of data.root, a URL or a slow path, to this folder on a disk of the node
+    before the training, and keep them; default for a URL: the job's local directory, else ~/.cache/accel_train."""
+    reduced_decode: bool = True
+    """In training, decode JPEGs of at least twice the needed size at a reduced size, which is faster."""
+    # 1.4 to 2 times as fast. Median PSNR against Pillow's resize of the full image: 48 dB; with false: 61 dB.
+    image_column: Annotated[str | None, DECIDES_SAMPLES] = None
+    """csv and hfds: the column of the images (csv: of their files); default: found by name or type."""
+    label_column: Annotated[str | None, DECIDES_SAMPLES] = None
+    """csv and hfds: the column of the labels; default: found by its name or type."""
+    max_pixels: Annotated[
+        int, POSITIVE, Free("it leaves out images that end a run otherwise; all others keep their index")
+    ] = 178_956_970
+    """Refuse larger images: a small malicious file can fill the memory when decoded."""
+    range: Annotated[tuple[float, float] | None, Bound("two numbers, the first one smaller", lambda x: x[0] < x[1])] = (
+        None
+    )
+    """The values of black and white in images of more than 8 bits, such as 0 1 or 0 4095; default: 0 65535 for 16 bits;
+    floats and 32-bit integers have none, and are refused."""
+    workers: Annotated[
+        int | None,
+        NOT_NEGATIVE,
+        Free("how an update is computed, not its result"),
+    ] = None
+    """Image-loading workers of each process; default: 0 for data in memory, else all cores."""
+    channels: Annotated[int, Bound("1 or 3", lambda x: x in (1, 3))] = 3
+    """Image files: 1 converts them to greyscale. synthetic: 1 or 3."""
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether this node keeps a copy of the files: data.root is a URL, or data.stage is given."""
+        return is_url(self.root) or self.stage is not None
+
+
+@dataclass(frozen=True)
+class Augment:
+    resize: Annotated[int | None, POSITIVE] = None
+    """Resize the short side to this many pixels before cropping, in evaluation, and in training if augment.crop is
+    center or random."""
+    crop_fraction: Annotated[float | None, ABOVE_0] = None
+    """In evaluation the crop has this fraction of the image's short side, at any size, as with timm's crop_pct; in
+    place of augment.resize. Training: as without either."""
+    crop: Literal["center", "random", "resized", "squash"] = "center"
+    """Training crop: the centre; a random position; torchvision's RandomResizedCrop (resized); or the whole image
+    as a square (squash)."""
+    pad: Annotated[int, NOT_NEGATIVE, Needs("augment.crop", ("random",))] = 0
+    """Pixels to add on each side before a random crop; see augment.pad-mode."""
+    pad_mode: Annotated[Literal["constant", "reflect"], Needs("augment.pad")] = "constant"
+    """Padding: black (constant), or the image mirrored at its edge (reflect)."""
+    scale: Annotated[tuple[float, float], INTERVAL, NEEDS_BOX] = (0.08, 1.0)
+    """crop=resized: smallest and largest fraction of the image's area."""
+    ratio: Annotated[tuple[float, float], INTERVAL, NEEDS_BOX] = (0.75, 4 / 3)
+    """crop=resized: smallest and largest width / height."""
+    interpolation: Interpolation = "bilinear"
+    """How images are resized, in training and evaluation, with antialiasing; and how augment.policy
+    turns them."""
+    train_interpolation: Literal[Interpolation, "random"] | None = None
+    """Another one in training; random: bilinear or bicubic, drawn for each image. Default: augment.interpolation."""
+    flip: Annotated[float, FRACTION] = 0.0
+    """Probability of a horizontal flip."""
+    vertical_flip: Annotated[float, FRACTION] = 0.0
+    """Probability of a vertical flip."""
+    policy: Annotated[
+        str,
+        POLICY,
+    ] = "none"
+    """What changes the colours and geometry of each image. torchvision's randaugment, trivialaugment, augmix,
+    autoaugment (the one for ImageNet), autoaugment_cifar10 and autoaugment_svhn; or timm's, as timm writes them:
+    rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original-mstd0.5, v0, 3a, …"""
+    own: Annotated[str, OWN] = "none"
+    """Your own transform of each image after its crop, FILE.py:NAME, such as a rotation or a blur of torchvision, of
+    albumentations, or a function (docs/augmentation.md)."""
+    randaugment_ops: Annotated[int, POSITIVE, Needs("augment.policy", ("randaugment",))] = 2
+    """randaugment: number of operations on each image."""
+    randaugment_magnitude: Annotated[
+        int,
+        Bound("a number from 0 to 30", lambda x: 0 <= x <= 30),
+        Needs("augment.policy", ("randaugment",)),
+    ] = 9
+    """randaugment: strength of each operation, 0 to 30, as in torchvision: 9 turns by 9 degrees. timm's rand-m9 turns
+    by 27, and leaves out half of the operations."""
+    color_jitter: Annotated[tuple[float, ...], JITTER] = ()
+    """Colour jitter: strength of brightness, contrast, saturation and hue. One number sets the first three."""
+    erase: Annotated[float, FRACTION] = 0.0
+    """Probability of erasing a random rectangle (random erasing)."""
+    erase_mode: Annotated[Literal["const", "rand", "pixel"], Needs("augment.erase")] = "const"
+    """Fill erased rectangles with the mean colour (const), a random colour (rand), or a random colour of each pixel."""
+    mixup: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Mixup: alpha of the Beta distribution; 0: off."""
+    cutmix: Annotated[float, NOT_NEGATIVE] = 0.0
+    """CutMix: alpha of the Beta distribution; 0: off. With Mixup on too, one of them is drawn, each as often as the
+    other: augment.mix-mode."""
+    mix_probability: Annotated[float, FRACTION, NEEDS_MIXING] = 1.0
+    """Probability of mixing (Mixup or CutMix), of each pair: see augment.mix-mode."""
+    mix_mode: Annotated[Literal["pair", "elem", "batch"], NEEDS_MIXING] = "pair"
+    """What is mixed in one way, with one share: each pair; each sample (elem), with its neighbour; or all pairs of a
+    virtual batch (batch)."""
+    mean: tuple[float, ...] | None = None
+    """Mean to subtract from each channel (0 to 1); default: that of the weights, else the data's."""
+    std: Annotated[tuple[float, ...] | None, ALL_POSITIVE] = None
+    """Standard deviation to divide each channel by (0 to 1); default: as for augment.mean."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether CutMix is on."""
+        return self.cutmix > 0
+
+    @property
+    def mixes(self) -> bool:
+        """Whether neighbouring samples are mixed in pairs."""
+        return self.mixup > 0 or self.cuts
+
+    @property
+    def timm_policy(self) -> bool:
+        """Whether augment.policy is written as timm writes it."""
+        return self.policy not in POLICIES
+
+    @property
+    def draws_globally(self) -> bool:
+        """Whether something draws from a global generator, which must be seeded for each image."""
+        return self.policy != "none" or self.own != "none" or self.crop == "random"
+
+    @property
+    def each_image(self) -> bool:
+        """Whether images of one size, too, are augmented one at a time, by data workers."""
+        transforms = self.policy != "none" or self.own != "none"
+        return transforms or self.crop not in ("center", "random") or self.train_interpolation == "random"
+
+    def in_evaluation(self, size: int) -> Augment:
+        """The same for an evaluation with an input of `size` pixels: `crop_fraction` has become the `resize` that it is
+        there, rounded down as in timm's transforms_imagenet_eval."""
+        if self.crop_fraction is None:
+            return self
+        return replace(self, resize=math.floor(size / self.crop_fraction), crop_fraction=None)
+
+    def interpolation_of(self, *, training: bool) -> str:
+        """How images are resized: an Interpolation, or random."""
+        return self.train_interpolation or self.interpolation if training else self.interpolation
+
+
+@dataclass(frozen=True)
+class Model:
+    name: Annotated[str, MODEL_NAME] = "mnist_cnn"
+    """A timm model, torchvision/NAME, your own FILE.py:FUNCTION, or ours: digits_cnn, mnist_cnn, alexnet_bn, …;
+    or, as timm saves models, hf-hub:ORG/NAME or local-dir:DIR. Published weights other than the default are named after
+    a dot: resnet50.a1_in1k, torchvision/resnet50.IMAGENET1K_V1."""
+    kwargs: Annotated[str | None, JSON_OBJECT] = None
+    """More arguments of the model, as JSON: '{"depth": 3}'. In a recipe also as a mapping."""
+    pretrained: bool = False
+    """Start from published weights. The last layer is new if the number of classes differs."""
+    weights: Path | None = None
+    """Start from the weights in this file (.safetensors, .pth), run or checkpoint."""
+    image_size: Annotated[int | None, POSITIVE] = None
+    """Input height and width in pixels; default: that of the weights, the data's, or 224."""
+    eval_image_size: Annotated[int | None, POSITIVE] = None
+    """Height and width in evaluation and prediction, if others; see augment.resize. Default: as in training."""
+    freeze_body: bool = False
+    """Train only the last layer; BatchNorm statistics of the other layers do not change."""
+    freeze: tuple[str, ...] = ()
+    """Layers not to train, by their names, such as conv1 layer1."""
+    freeze_epochs: Annotated[int | None, POSITIVE, STARTS_IN_EPOCH] = None
+    """Train what is frozen, too, after this many epochs; default: never."""
+    dropout: Annotated[float | None, FRACTION] = None
+    """Dropout rate before the classifier, if the model has dropout; default: the model's."""
+    drop_path: Annotated[float | None, FRACTION] = None
+    """Stochastic depth rate, if the model has it; default: the model's."""
+    gradient_checkpointing: Annotated[
+        bool,
+        Free("how gradients are computed, not their values"),
+    ] = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    sync_batchnorm: bool = False
+    """Compute BatchNorm statistics over the micro-batches of all processes (on GPUs), not over virtual batches."""
+
+
+@dataclass(frozen=True)
+class Optim:
+    name: str = "sgd"
+    """A timm optimizer: sgd (Nesterov), momentum (plain SGD), adam, adamw, lamb, lion, muon (hidden layers), …; or your
+    own FILE.py:FUNCTION of the parameter groups."""
+    lr: Annotated[float, NOT_NEGATIVE] = 0.1
+    """Learning rate for the whole batch, on any number of processes."""
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Weight decay; not for norms and biases, unless optim.decay-all is set."""
+    decay_all: Annotated[bool, Needs("optim.weight-decay")] = False
+    """Apply weight decay to all weights, norms and biases too, as plain torch.optim does."""
+    norm_weight_decay: Annotated[float | None, NOT_NEGATIVE] = None
+    """Weight decay of norms, weights and biases; default: see optim.decay-all."""
+    momentum: Annotated[float, FRACTION, Needs("optim.name", not_values=WITHOUT_MOMENTUM)] = 0.9
+    """Momentum, for optimizers that have it."""
+    betas: tuple[float, float] | None = None
+    """Betas of Adam and similar optimizers; default: the optimizer's."""
+    eps: Annotated[float | None, POSITIVE] = None
+    """Epsilon; default: the optimizer's."""
+    kwargs: Annotated[str | None, JSON_OBJECT] = None
+    """More arguments of the optimizer, as JSON: '{"amsgrad": true}'. In a recipe also as a mapping."""
+    layer_decay: Annotated[float | None, FRACTION] = None
+    """Learning rate of each layer, as a multiple (0 to 1) of the next layer's."""
+    head_lr: Annotated[float | None, NOT_NEGATIVE] = None
+    """Learning rate of the last layer, if another; the schedule changes both in the same proportion."""
+    clip: Annotated[
+        float | None,
+        POSITIVE,
+    ] = None
+    """Clip gradients to this value; see optim.clip-mode."""
+    clip_mode: Annotated[Literal["norm", "value", "agc"], Needs("optim.clip")] = "norm"
+    """Clip by the norm of all gradients, by value, or by the norm of each weight (AGC)."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    name: Annotated[str, SCHEDULE_NAME] = "constant"
+    """Learning rate after the warm-up: constant, cosine, step, multistep, poly, one_cycle, plateau; or your own factor
+    of it, FILE.py:FUNCTION of (epoch, epochs). All but plateau depend on the update number alone."""
+    per: Literal["update", "epoch"] = "update"
+    """Change the learning rate at each update, or only where an epoch begins, as timm and torchvision do by default."""
+    warmup_epochs: Annotated[
+        float,
+        NOT_NEGATIVE,
+    ] = 0.0
+    """Epochs in which the learning rate rises from schedule.warmup-lr to optim.lr."""
+    warmup_lr: Annotated[float, NOT_NEGATIVE, NEEDS_WARMUP] = 0.0
+    """Learning rate at the start of the warm-up."""
+    warmup_prefix: Annotated[bool, NEEDS_WARMUP, Needs("schedule.name", ("cosine", "poly"))] = True
+    """cosine, poly: fall from the end of the warm-up on; false: as if from the start (timm's default)."""
+    min_lr: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", (*FALLING, "plateau"))] = 0.0
+    """cosine, poly, one_cycle, plateau: lowest learning rate."""
+    step_epochs: Annotated[
+        float,
+        POSITIVE,
+        Needs("schedule.name", ("step",)),
+        STARTS_IN_EPOCH,
+    ] = 30.0
+    """step: epochs from one decay to the next, counted from the start of the run."""
+    milestones: Annotated[
+        tuple[int, ...],
+        MILESTONES,
+        Needs("schedule.name", ("multistep",)),
+        STARTS_IN_EPOCH,
+    ] = ()
+    """multistep: epochs after which the learning rate decays."""
+    decay: Annotated[
+        float,
+        FRACTION,
+        Needs("schedule.name", ("step", "multistep", "plateau")),
+    ] = 0.1
+    """step, multistep, plateau: factor of one decay."""
+    power: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", ("poly",))] = 1.0
+    """poly: exponent; 1 is a straight line to schedule.min-lr."""
+    patience_epochs: Annotated[int, NOT_NEGATIVE, Needs("schedule.name", ("plateau",))] = 10
+    """plateau: decay after more than this many epochs without a better value of best-metric."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    name: Annotated[str, LOSS_NAME] = "cross_entropy"
+    """cross_entropy; bce (binary_cross_entropy): a yes or no for each class, so an image may have several labels; or
+    your own FILE.py:FUNCTION."""
+    label_smoothing: Annotated[float, FRACTION] = 0.0
+    """Fraction of the target that is spread over all classes, in training only."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: weight samples inversely to the size of their class; the mean weight is 1."""
+    bce_target_threshold: Annotated[float | None, PART] = None
+    """bce: a smoothed or mixed target above this is 1, any other 0 (as in ResNet strikes back: 0.2)."""
+    bce_pos_weight: Annotated[tuple[float, ...], ALL_POSITIVE] = ()
+    """bce: factor of the loss where the target is 1, as torch's pos_weight: one number, or one of each class."""
+    # balanced: the mean is over the training samples. With label smoothing, the weight multiplies the whole loss of a
+    # sample. torch's CrossEntropyLoss(weight, label_smoothing) differs: it weights each class's part of the smoothed
+    # target by the weight of that class, and divides by the sum of the weights.
+
+
+@dataclass(frozen=True)
+class Ema:
+    enabled: bool = False
+    """Keep an exponential moving average (EMA) of the weights, evaluated and saved too."""
+    decay: Annotated[float, FRACTION, NEEDS_EMA] = 0.9998
+    """Fraction of the old average that each update keeps."""
+    every_updates: Annotated[int, POSITIVE, NEEDS_EMA] = 1
+    """Update the EMA only at every N-th update of an epoch, the first one among them."""
+    scale_decay: Annotated[bool, NEEDS_EMA] = False
+    """Multiply 1 - ema.decay by batch-size * ema.every-updates / epochs (at most 1), as torchvision does."""
+    after_epochs: Annotated[float, NOT_NEGATIVE, NEEDS_EMA, STARTS_IN_EPOCH] = 0.0
+    """The EMA equals the weights until so many epochs are done: with torchvision, its warm-up."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    patience_epochs: Annotated[
+        int | None,
+        POSITIVE,
+        ENDS_RUN,
+    ] = None
+    """End the run after this many epochs without a better value of best-metric (early stopping); default: never."""
+    updates: Annotated[
+        int | None,
+        POSITIVE,
+        Free("a run may end earlier or later", unless=ENDING),
+        ENDS_RUN,
+    ] = None
+    """End the run after this many updates, if epochs are not done earlier. What falls to the end of a run, falls until
+    there: cosine, poly, one_cycle, and your own schedule."""
+    hours: Annotated[float | None, POSITIVE, ENDS_RUN] = None
+    """End the run after the epoch in which its total time over all starts reaches this many hours; default: never."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    every_epochs: Annotated[int, POSITIVE] = 1
+    """Save after every N epochs, and after the last epoch."""
+    every_updates: Annotated[int | None, POSITIVE] = None
+    """Save after every N updates too."""
+    every_seconds: Annotated[float, NOT_NEGATIVE] = 600.0
+    """Save after every N seconds too; 0: never by time."""
+    keep: Annotated[int, POSITIVE] = 2
+    """Number of newest checkpoints to keep, besides the best one by best-metric."""
+    milestone_epochs: Annotated[int | None, POSITIVE] = None
+    """Never delete the checkpoint of every N-th epoch."""
 
 
 @dataclass(frozen=True)
@@ -159,3 +570,32 @@ def to_yaml(config: Config) -> str:
 def best_metric(config: Config, *, multi_label: bool) -> str:
     """The name of the figure that decides about the best checkpoint, the plateau schedule and the patience."""
     return config.best_metric or ("map" if multi_label else "accuracy")
+
+
+def check_channels(augment: Augment, channels: int, full_scale: int) -> None:
+    """Raise UserError if images with this number of channels, and this pixel value for white, cannot be augmented."""
+    needs = {
+        f"policy {augment.policy}": augment.policy != "none",
+        "own": augment.own != "none",
+        "color-jitter": any(augment.color_jitter),
+    }
+    for option in (option for option, is_set in needs.items() if is_set):
+        if full_scale != 255:
+            raise UserError(
+                f"--augment.{option}: needs images of uint8; the data has float tensors. Return uint8 tensors or PIL "
+                "images from the Dataset, or turn it off."
+            )
+        if channels not in (1, 3) and option != "own":
+            raise UserError(
+                f"--augment.{option}: needs images of 1 or 3 channels; the data has {channels}. Turn it off."
+            )
+    if channels == 1 and any(augment.color_jitter[3:]):
+        raise UserError("--augment.color-jitter: the images are grey and have no hue; give 0 as the fourth number.")
+
+
+def check_resize(augment: Augment, size: int) -> None:
+    """Raise UserError if images are resized to less than the input of `size` pixels."""
+    if augment.resize is not None and augment.resize < size:
+        raise UserError(
+            f"--augment.resize: found {augment.resize}, but the model's input has {size} pixels; use {size} or more."
+        )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accel_train.config.groups.augment import check_resize
-from accel_train.config.schema import Augment
+from accel_train.config.schema import Augment, check_resize
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.records.model_info import ModelInfo

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_train.config.groups.data import Data
+from accel_train.config.schema import Data
 from accel_train.config.url import check_protocol, is_url
 from accel_train.errors import UserError
 from accel_train.user_code.reference import parse_reference

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from accel_train.config.groups.data import Data
+from accel_train.config.schema import Data
 from accel_train.config.url import check_protocol, expanded, folder_of, is_url
 from accel_train.data.sources.files.webdataset import LISTS, listed_shards
 from accel_train.errors import LOGGER, UserError, counted, is_terminal, reason_of, writing
