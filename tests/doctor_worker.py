@@ -1,8 +1,8 @@
 """`python doctor_worker.py FOLDER COMMAND WORDS…`: `accel-train COMMAND WORDS`, where rank 1 is on a node that is ill.
 
 Its clock is five minutes slow, its products of matrices are slow, and one of its images is another one; it has a
-variable of NCCL's, another driver, and another NCCL_DEBUG, which does no harm. With FAULT=memory it has only too little
-memory for an update, and with FAULT=data no data.
+variable of NCCL's, another driver, another timm, and another NCCL_DEBUG, which does no harm. With FAULT=memory it has
+only too little memory for an update, and with FAULT=data no data.
 """
 
 import os
@@ -17,6 +17,11 @@ if fault == "node":
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1"}
     now = time.time
     time.time = lambda: now() - 300
+
+    other = folder / "timm-0.1.dist-info"  # as in an environment with another timm
+    other.mkdir(exist_ok=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: timm\nVersion: 0.1\n")
+    sys.path.insert(0, str(folder))
 
 import torch  # noqa: E402
 

@@ -27,7 +27,7 @@ from accel_train.doctor.check import (
     on_main,
     worst_rank,
 )
-from accel_train.errors import UserError, reason_of
+from accel_train.errors import UserError, first_of, reason_of
 from accel_train.launch.environment import in_job
 from accel_train.launch.parent import launcher_command, parent_process
 from accel_train.records.provenance import environment
@@ -68,12 +68,13 @@ def _driver() -> str:
 def _same(exam: Examination, facts: Mapping[str, str], advice: str) -> Finding:
     """FAIL if a fact differs between ranks, or is missing on some. Collective."""
     everyone: list[Mapping[str, str]] = exam.gather(facts)
+    differences = []
     for name in sorted({name for theirs in everyone for name in theirs}):
         values = [theirs.get(name, "not set") for theirs in everyone]
         if others := [rank for rank, value in enumerate(values) if value != values[0]]:
-            measured = f"{name} is {values[others[0]]} on {exam.names(others)}, {values[0]} on rank 0"
-            return Finding(FAIL, measured, "the same on all ranks", advice)
-    return Finding(PASS, f"{len(facts)} are equal")
+            differences.append(f"{name} is {values[others[0]]} on {exam.names(others)}, {values[0]} on rank 0")
+    measured = first_of(differences) if differences else f"{len(facts)} are equal"
+    return judged(not differences, measured, "the same on all ranks", advice, otherwise=FAIL)
 
 
 def variables(exam: Examination) -> Finding:
@@ -129,11 +130,7 @@ def time_left(exam: Examination) -> Finding:
         if finished is not None and finished.result:
             advice = "Choose another --output-dir; or more --epochs, with --allow-change epochs."
             return Finding(WARN, f"{run} holds a finished run: nothing would be trained", "a run to train", advice)
-    return judged_time(end_of_job(), exam.measured.get("training_seconds"))
-
-
-def judged_time(end: float | None, needed: float | None) -> Finding:
-    """Judge the time of the job's end by the seconds that the training needs, None if that was not measured."""
+    end, needed = end_of_job(), exam.measured.get("training_seconds")
     if end is None:
         return Finding(NA, "not in a job with a time limit that is known here")
     left = end - time.time()

@@ -75,6 +75,7 @@ def test_what_is_wrong_on_one_process_is_found_and_said_of_it(images: Path, tmp_
     assert of["clocks"] == of["matmul"] == WARN
     assert of["all-reduce"] == PASS
     assert found["versions"]["measured"].startswith("driver is NVRM version: 535.183.01 on rank 1 (")
+    assert "timm is 0.1 on rank 1 (" in found["versions"]["measured"]
     assert "NCCL_IB_DISABLE is 1 on rank 1" in found["variables"]["measured"]  # and not NCCL_DEBUG
     assert re.search(r"pixels of .*dog/2.bmp on rank 1", found["data-contents"]["measured"])
     assert "rank 1" in found["matmul"]["measured"]

@@ -187,14 +187,15 @@ def test_a_proxy_that_does_not_answer(exam: Exam, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_rest_of_the_jobs_time(exam: Exam, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_an_hour = time.time() + 3600
-    assert job.judged_time(None, 10).status == job.judged_time(in_an_hour, None).status == NA
-    assert job.judged_time(in_an_hour, 1800).status == PASS
-    assert has(job.judged_time(in_an_hour, 3 * 3600), WARN, "1.00 h left", "3 requeues")
-    monkeypatch.setenv("ACCEL_TRAIN_JOB_TIMES", f"{int(in_an_hour) - 60} {int(in_an_hour)}")  # of pbs/train.pbs
-    assert job.end_of_job() == int(in_an_hour)
+    in_an_hour, examined = int(time.time()) + 3600, exam()
+    monkeypatch.setenv("ACCEL_TRAIN_JOB_TIMES", f"{in_an_hour - 60} {in_an_hour}")  # of pbs/train.pbs
+    assert job.end_of_job() == in_an_hour and job.time_left(examined).status == NA
+    examined.measured["training_seconds"] = 1800
+    assert job.time_left(examined).status == PASS
+    examined.measured["training_seconds"] = 3 * 3600
+    assert has(job.time_left(examined), WARN, "1.00 h left", "3 requeues")
     monkeypatch.setenv("ACCEL_TRAIN_JOB_TIMES", "")  # no walltime
-    assert job.end_of_job() is None
+    assert job.end_of_job() is None and job.time_left(examined).status == NA
 
 
 def test_the_end_of_a_job_of_slurm(exam: Exam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
