@@ -13,7 +13,6 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext as ForkServerContext
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd as DupFd
-from multiprocessing.reduction import ForkingPickler as ForkingPickler
 from types import ModuleType
 from typing import Any
 

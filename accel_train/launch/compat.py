@@ -12,11 +12,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
-from torch._C import DisableTorchFunctionSubclass
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DisableTorchFunctionSubclass", "NormBase", "TorchDispatchMode"]  # torch's own, handed on
+__all__ = ["NormBase", "TorchDispatchMode"]  # torch's own, handed on
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Parts of parameter names that torch.compile and gradient checkpointing add."""
