@@ -275,7 +275,7 @@ EXCEPTIONS = {
     "config.recipe": "train <(…): a pipe is meant, and read to a bound",
     "analysis.predictions": "np.load of an opened file", "data.sources.files.tars": "tarfile of an opened file",
     "user_code.loading": "the import of a user's own code",
-    "data.sources.user": "the same; of labels require_regular_file",
+    "data.sources.user": "the same",
     "export.preprocess": "an image of the user's, read by the code that other programs copy",
     "export.compare": "an image of the data, which the source has read",
     # Not yet

@@ -56,7 +56,7 @@ def evaluate_run(
         return {name: weights.file for name, weights in read.items()}
 
     files = broadcast_from_main(accelerator, look)
-    splits = _load_data(config, info, run)
+    splits = _load_data(config, info)
     names = {name: str(file.relative_to(run) if file.is_relative_to(run) else file) for name, file in files.items()}
     last = list(files)[-1]
     about = {"run": str(run), "weights": names[last]}
@@ -102,14 +102,14 @@ def _open(run: Path, overrides: Sequence[str], *, trust_code: bool) -> tuple[Con
     return dataclasses.replace(config, augment=augment), info
 
 
-def _load_data(config: Config, info: ModelInfo, run: Path) -> Splits:
+def _load_data(config: Config, info: ModelInfo) -> Splits:
     """The data. Image files without a range of their own get that of the model."""
-    splits = splits_of(config, record=run)
+    splits = splits_of(config)
     if info.range is None or splits.value_range is not None:
         return splits
     if not isinstance(unwrap_subset(splits.train)[0], EncodedImages):
         return splits
-    return splits_of(dataclasses.replace(config, data=dataclasses.replace(config.data, range=info.range)), record=run)
+    return splits_of(dataclasses.replace(config, data=dataclasses.replace(config.data, range=info.range)))
 
 
 def _check_fit(splits: Splits, info: ModelInfo, run: Path) -> None:

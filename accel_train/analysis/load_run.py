@@ -102,7 +102,7 @@ def data_of_run(run: Path, *, trust_code: bool) -> tuple[Config, Splits]:
     """Return the configuration of the run in the folder `run` and the data that it names, if that is on this machine:
     nothing is downloaded. Raises UserError; see `read_config` for `trust_code`."""
     config = read_config(run, uses=("data.name",), trust_code=trust_code)
-    return config, splits_of(config, download=False, record=run)
+    return config, splits_of(config, download=False)
 
 
 def empty_model(model: Model, info: ModelInfo) -> nn.Module:

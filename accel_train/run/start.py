@@ -77,7 +77,7 @@ def load_data(config: Config, accelerator: Accelerator, stopped: Callable[[], st
     check_agreement(accelerator, **code_facts(config))  # before the user's own code runs
 
     def load() -> Splits:
-        splits = splits_of(config, record=config.output_dir)
+        splits = splits_of(config)
         if config.data.order == "full":
             return splits
         from accel_train.data.loading import shard_table

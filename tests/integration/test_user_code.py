@@ -100,7 +100,7 @@ def test_it_is_resumed_bitwise_on_other_processes_after_kills(
     whole, run = tmp_path / "whole", tmp_path / "run"
     done = helpers.run(*words, "--data.workers", 0, "--output-dir", whole, fresh=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "reading the labels of 24 test samples: mine.py:data gives no `targets`" in done.stderr
+    assert "reading the labels of 24 test samples at each start: mine.py:data gives no `targets`" in done.stderr
     assert "mine.py:net for 12x12 pixels" in done.stdout
     words = (*words, "--data.workers", workers)
     killed_and_restarted(run, *words, processes=processes, kills=kills, seed=1)

@@ -43,31 +43,28 @@ def known_sources() -> tuple[str, ...]:
     return (*IN_MEMORY, *LOADERS, "torch/NAME")
 
 
-def splits_of(config: Config, *, download: bool = True, record: Path | None = None) -> Splits:
+def splits_of(config: Config, *, download: bool = True) -> Splits:
     """The dataset of a recipe, with its splits; parameters as `load_splits` has them. Raises UserError."""
     size = SYNTHETIC_SIZE
     if config.data.name == "synthetic":
         size = models.input_size(config.model, SYNTHETIC_SIZE, config.origin)
-    return load_splits(config.data, config.seed, size=size, download=download, record=record)
+    return load_splits(config.data, config.seed, size=size, download=download)
 
 
-def load_splits(
-    data: Data, seed: int, *, size: int = SYNTHETIC_SIZE, download: bool = True, record: Path | None = None
-) -> Splits:
+def load_splits(data: Data, seed: int, *, size: int = SYNTHETIC_SIZE, download: bool = True) -> Splits:
     """The dataset that `data` names, with its splits.
 
     The same on every process: a pure function of `data`, `seed` and the samples found. Call it on all processes at
     once: one of them downloads the missing files of published datasets, while the others wait. With `download=False`
-    missing files are an error. `record`: the folder of the run, in which labels of a user's Dataset are kept that can
-    only be read item by item. `size`: height and width of synthetic images, in pixels. Raises UserError.
+    missing files are an error. `size`: height and width of synthetic images, in pixels. Raises UserError.
     """
-    splits = read_splits(data, size=size, download=download, record=record)
+    splits = read_splits(data, size=size, download=download)
     if splits.mistake:
         raise UserError(splits.mistake)
     return divide(splits, data, seed)
 
 
-def read_splits(data: Data, *, size: int = SYNTHETIC_SIZE, download: bool = True, record: Path | None = None) -> Splits:
+def read_splits(data: Data, *, size: int = SYNTHETIC_SIZE, download: bool = True) -> Splits:
     """The dataset before it is divided; it may have a `mistake`. Parameters as above. Raises UserError."""
     reference = parse_reference("data.name", data.name)
     if reference is not None:
@@ -75,7 +72,7 @@ def read_splits(data: Data, *, size: int = SYNTHETIC_SIZE, download: bool = True
             raise UserError("--data.stage: nothing is copied for your own code that reads data; remove the option.")
         from accel_train.data.sources.user import user_data
 
-        splits = user_data(data, reference, record)
+        splits = user_data(data, reference)
     else:
         splits = _load(data, size, download)
     for option, column in (("image-column", data.image_column), ("label-column", data.label_column)):

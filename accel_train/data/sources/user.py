@@ -32,12 +32,10 @@ from accel_train.data.sources.files.depth import ValueRange, few_bits_notes, lar
 from accel_train.data.sources.files.images import ImageError, default_mean_std, to_tensor
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, numbered, splits_of_files
 from accel_train.errors import LOGGER, UserError, first_of, nearest, print_line
-from accel_train.files import atomic_write
 from accel_train.launch.environment import is_first_process
-from accel_train.untrusted import MAX_LOG_BYTES, require_regular_file
 from accel_train.user_code.loading import call, described, load, load_file
 from accel_train.user_code.objects import known_labels
-from accel_train.user_code.reference import OBJECT, Reference, code_file, file_hash
+from accel_train.user_code.reference import OBJECT, Reference
 
 OPTION = "data.name"
 
@@ -308,21 +306,12 @@ def _rebuild(kind: type[Tensor], content: Any, dtype: torch.dtype, shape: tuple[
     return tensor if kind is Tensor else tensor.as_subclass(kind)
 
 
-# The labels of a user's Dataset: its `targets`, or read once item by item and recorded.
-
-
-def labels_of(dataset: Any, reference: Reference, split: str, record: Path | None) -> Tensor:
-    """The labels of all items, int64 [n], or bool [n, classes] if they are rows of 0 and 1.
-
-    Its `targets`, else those recorded before, else read item by item.
-
-    `record`: folder in which the main process keeps labels that had to be read. Collective. Raises UserError.
-    """
+def labels_of(dataset: Any, reference: Reference, split: str) -> Tensor:
+    """The labels of all items, int64 [n], or bool [n, classes] if they are rows of 0 and 1: its `targets`, else read
+    item by item. Collective. Raises UserError."""
     where = f"--{OPTION} {reference.short}: {split}"
     try:
         targets = known_labels(dataset)
-        # A copy: a tensor that the Dataset keeps is moved to shared memory when the Dataset is sent to workers, and
-        # labels in its old memory would be lost.
         labels = None if targets is None else torch.tensor(targets)
     except (TypeError, ValueError) as error:
         raise UserError(f"{where} has `targets` that are not whole numbers ({error}).") from error
@@ -335,44 +324,15 @@ def labels_of(dataset: Any, reference: Reference, split: str, record: Path | Non
                 f"{list(labels.shape)}; expected a whole number for each item, or a row of 0 and 1 for several labels."
             )
         return labels.long()
-    path = code_file(reference)
-    kept = None if record is None or path is None else record / f"labels-{split}-{file_hash(path)[:12]}.npy"
-    if kept is not None and kept.is_file() and (recorded := _recorded(kept, len(dataset))) is not None:
-        return recorded
-    labels = _read_labels(dataset, reference, split)
-    if kept is not None and _rank() == 0 and kept.parent.is_dir():
-        content = BytesIO()
-        np.save(content, labels.numpy())
-        try:
-            atomic_write(kept, content.getvalue())
-        except OSError as error:  # the next start will read them again
-            LOGGER.warning(f"{kept} cannot be written ({error.strerror}).")
-    return labels
-
-
-def _recorded(path: Path, count: int) -> Tensor | None:
-    """The labels in the file, or None if it is not one of `count` labels."""
-    try:
-        require_regular_file(path, follow=True)
-        labels = np.load(path, mmap_mode="r", allow_pickle=False)  # reads nothing before its shape is known to be right
-    except (OSError, ValueError, EOFError, OverflowError):
-        return None
-    kind = {1: np.dtype(np.int64), 2: np.dtype(np.bool_)}.get(labels.ndim)
-    if labels.dtype != kind or len(labels) != count or labels.nbytes > MAX_LOG_BYTES or labels.min(initial=0) < 0:
-        return None
-    return torch.from_numpy(np.array(labels))
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return _read_labels(dataset, reference, split)
 
 
 def _read_labels(dataset: Any, reference: Reference, split: str) -> Tensor:
     """Read all items for their labels. The processes share the work. Collective."""
-    rank, processes = _rank(), dist.get_world_size() if dist.is_initialized() else 1
+    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if rank == 0:
-        text = f"reading the labels of {len(dataset)} {split} samples: {reference.short} gives no `targets`"
-        print_line(text, sys.stderr)
+        what = f"reading the labels of {len(dataset)} {split} samples at each start"
+        print_line(f"{what}: {reference.short} gives no `targets`", sys.stderr)
     own: list[Label] | str
     try:
         with restored_generators():
@@ -417,11 +377,8 @@ def weights_of(dataset: Any, reference: Reference) -> Tensor | None:
         raise UserError(f"--{OPTION} {reference.short}: train has `weights` that are not numbers ({error}).") from error
 
 
-def user_data(data: Data, reference: Reference, record: Path | None) -> Splits:
-    """The splits that the user's function returns. Collective if labels have to be read.
-
-    `record`: folder in which the main process keeps labels that had to be read item by item. Raises UserError.
-    """
+def user_data(data: Data, reference: Reference) -> Splits:
+    """The splits that the user's function returns. Collective if labels have to be read. Raises UserError."""
     returned = call(OPTION, reference, load(OPTION, reference), {"root": data.root}, {})
     short = reference.short
     where, got = f"--{OPTION} {short}", "found" if reference.module == OBJECT else "returned"
@@ -457,7 +414,7 @@ def user_data(data: Data, reference: Reference, record: Path | None) -> Splits:
             f"{where}: the images are tensors of {shape[1]}x{shape[2]} pixels; expected squares. Crop or resize them "
             "in the Dataset, or return PIL images, which are resized and cropped."
         )
-    labels = {split: labels_of(dataset, reference, split, record) for split, dataset in datasets.items()}
+    labels = {split: labels_of(dataset, reference, split) for split, dataset in datasets.items()}
     classes = classes or numbered(where, labels.values())
     sources: dict[str, Source] = {
         split: _in_memory(dataset, f"{short} {split}", labels[split], pixels)

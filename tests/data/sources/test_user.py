@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
 from accel_train.data.sources.user import UserDataset
-from accel_train.errors import UserError, print_logged
+from accel_train.errors import UserError
 
 HEAD = """
 import random
@@ -93,15 +92,6 @@ def test_rows_of_0_and_1_are_several_labels(tmp_path: Path) -> None:
         splits.train.fetch([0])
 
 
-def test_recorded_rows_are_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(f"{HEAD}\ndef data(): return {{'train': Items(uint8, 20, lambda i: [i % 2, 1])}}\n")
-    first, again = (load_splits(Data(name=f"{path}:data"), 0, record=tmp_path).train.labels for _ in range(2))
-    assert torch.equal(first, again) and first.dtype == torch.bool
-    (kept,) = tmp_path.glob("labels-train-*.npy")
-    assert np.load(kept).shape == (20, 2)
-
-
 @pytest.mark.parametrize(
     ("label", "message"),
     [
@@ -167,71 +157,6 @@ class Labelled(Items):
     splits = splits_of(tmp_path, halves, more)
     assert splits.train.labels.tolist() == [0, 0]
     assert splits.classes == ("cat", "dog")
-
-
-def test_labels_that_had_to_be_read_are_recorded_for_the_next_start(tmp_path: Path) -> None:
-    path, run = tmp_path / "mine.py", tmp_path / "run"
-    run.mkdir()
-    path.write_text(f"{HEAD}\ndef data(): return {{'train': Items(uint8)}}\n")
-    data = Data(name=f"{path}:data")
-    first = load_splits(data, 0, record=run)
-    (kept,) = run.glob("labels-train-*.npy")
-    changed = np.load(kept)
-    changed[5] = 0
-    np.save(kept, changed)
-    again = load_splits(data, 0, record=run)
-    assert again.train.labels.tolist() == changed.tolist() != first.train.labels.tolist()
-    with pytest.raises(UserError, match="train sample 5 has the label 1, but 0 in its dataset's `targets`"):
-        again.train.fetch([5])
-    kept.write_bytes(kept.read_bytes()[:-8])  # torn: read the items again
-    assert load_splits(data, 0, record=run).train.labels.tolist() == first.train.labels.tolist()
-
-
-def header(shape: tuple[int, ...], kind: str = "<i8") -> bytes:
-    """The beginning of an .npy file of that shape."""
-    begun = io.BytesIO()
-    np.lib.format.write_array_header_1_0(begun, {"descr": kind, "fortran_order": False, "shape": shape})
-    return begun.getvalue()
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        header(()) + bytes(8),  # one number
-        header((10**15,)),  # more than the memory
-        header((20, 10**12), "|b1"),
-        header((10**30,)),
-        header((20,)) + b"\xff" * 160,  # -1
-        b"\x93NUMPY\x01\x00\xff\xff{",
-        b"",
-    ],
-)
-def test_damaged_recorded_labels_are_read_again(tmp_path: Path, found: bytes) -> None:
-    path, run = tmp_path / "mine.py", tmp_path / "run"
-    run.mkdir()
-    path.write_text(f"{HEAD}\ndef data(): return {{'train': Items(uint8)}}\n")
-    first = load_splits(Data(name=f"{path}:data"), 0, record=run).train.labels.tolist()
-    (kept,) = run.glob("labels-train-*.npy")
-    kept.write_bytes(found)
-    assert load_splits(Data(name=f"{path}:data"), 0, record=run).train.labels.tolist() == first
-    assert np.load(kept).tolist() == first
-    with kept.open("r+b") as file:  # a sparse file of 80 GB
-        file.write(header((10**10,)))
-        file.truncate(8 * 10**10 + 128)
-    assert load_splits(Data(name=f"{path}:data"), 0, record=run).train.labels.tolist() == first
-
-
-def test_labels_that_cannot_be_recorded_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_logged()  # as the command line does
-    path, run = tmp_path / "mine.py", tmp_path / "run"
-    run.mkdir()
-    path.write_text(f"{HEAD}\ndef data(): return {{'train': Items(uint8)}}\n")
-    first = load_splits(Data(name=f"{path}:data"), 0, record=run).train.labels.tolist()
-    (kept,) = run.glob("labels-train-*.npy")
-    kept.unlink()
-    kept.mkdir()
-    assert load_splits(Data(name=f"{path}:data"), 0, record=run).train.labels.tolist() == first
-    assert f"warning: {kept} cannot be written (Is a directory)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
