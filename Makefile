@@ -44,9 +44,13 @@ test-types: $(VENV)/.installed-dev
 	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests
 
 # No page may load anything from elsewhere.
-docs: $(VENV)/.installed-docs
+docs: $(VENV)/.installed-docs docs/example_report.html
+	$(BIN)/python tests/reference.py --write
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 	! grep -rnoE '<(script|link|img|iframe)[^>]* (src|href)="https?:[^"]*"' site --include='*.html'
+
+docs/example_report.html: | $(VENV)/.installed
+	$(BIN)/python benchmarks/example_report.py
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/compare.py $(ARGS)
@@ -85,3 +89,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f docs/options.md docs/recipes.md docs/example_report.html

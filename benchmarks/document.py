@@ -56,11 +56,10 @@ def circumstances(command: str) -> dict[str, Any]:
 
 
 def caption(known: dict[str, Any]) -> str:
-    """Return the line below a table. `known`: what `circumstances` returned."""
-    versions = ", ".join(f"{name} {version}" for name, version in known["versions"].items())
+    """Return the line below a table. `known`: what `circumstances` returned; benchmarks.json has all of it."""
     return (
         f"`{known['command']}`, {known['date']}, commit {known['commit']}; {known['processor']}, {known['cores']} "
-        f"cores, device {known['device']}; load average before {known['load']}; Python {known['python']}, {versions}."
+        f"cores, {known['device']}, load average before {known['load']}; torch {known['versions']['torch']}."
     )
 
 

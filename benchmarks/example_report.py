@@ -1,6 +1,6 @@
-"""Makes docs/example_report.html: the report of a real run of digits, with a validation split.
+"""Make docs/example_report.html, the report of a real run of digits with a validation split.
 
-python benchmarks/example_report.py
+`make docs` starts it if the file is missing: python benchmarks/example_report.py
 """
 
 from __future__ import annotations

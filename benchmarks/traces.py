@@ -1,11 +1,11 @@
 """Counts how far one has to read: which files of the package a command, an update or a signal goes through.
 
-    python benchmarks/traces.py [--write] [--files]
+    python benchmarks/traces.py [--files]
 
 It runs real commands on the CPU under a profiler that notes each call of a function of accel_train/. A change of file
 is a call of a function in another file than the call before, in the order of time. Python calls a generator once more
-to close it before its end; if that runs no line (it has no `finally`), it does not count. `--write` puts the table into
-docs/architecture.md, `--files` prints the files of each trace.
+to close it before its end; if that runs no line (it has no `finally`), it does not count. `--files`
+prints the files of each trace.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import atexit
 import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -31,7 +30,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "accel_train"
-PAGE = ROOT / "docs" / "architecture.md"
 STOPPED_UPDATE = 5
 """The update at whose end the traced training gets SIGTERM: then what follows belongs to the signal alone."""
 PARSE, UPDATE, END = "config/options.py parse", "train.py update", "run/run.py count_update"
@@ -207,9 +205,6 @@ def main() -> int:
     if "--files" in sys.argv:
         for name, _, _, places in rows:
             print(f"\n{name}\n  " + "\n  ".join(places))
-    if "--write" in sys.argv:
-        table = "\n".join(["<!-- traces -->", *lines, "<!-- end of traces -->"])
-        PAGE.write_text(re.sub("<!-- traces -->.*<!-- end of traces -->", table, PAGE.read_text(), flags=re.DOTALL))
     return 0
 
 

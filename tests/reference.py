@@ -1,4 +1,7 @@
-"""docs/options.md and docs/recipes.md, from the code: `python tests/reference.py --write`. A test compares them."""
+"""Write docs/options.md and docs/recipes.md from the code: `python tests/reference.py --write`.
+
+`make docs` does so before it builds the site; git does not have these pages.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from accel_train.config.recipe import read_recipe, recipe_names
 from accel_train.config.schema import Config
 
 DOCS = Path(__file__).parent.parent / "docs"
+BUILT = ("options.md", "recipes.md", "example_report.html")
+"""The files of docs/ that `make docs` writes. The last one is from benchmarks/example_report.py."""
 
 # The value in an option's example, or the whole example if it begins with "--": an option that needs another one shows
 # both. The others are true, the first choice that is not the default, or the default itself.

@@ -7,7 +7,7 @@
 Each look-up, open and read that reaches the file system waits `latency` seconds, and all reads share a line of
 `bandwidth` bytes a second. What the kernel has in its page cache does not wait, and it reads 128 kB ahead, which is
 Linux's default.
-`benchmarks/storage.py` uses it too. It needs /dev/fuse, the right to mount, Debian's `fuse3` and the package mfusepy.
+It needs /dev/fuse, the right to mount, Debian's `fuse3` and the package mfusepy.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
         train(f"{server.url}/train-{{000..003}}.tar")
         server.requests, server.bytes
 
-`benchmarks/` use it too, with `latency` in seconds and `bandwidth` in bytes a second over all connections.
+It can be slow: `latency` in seconds for each request and `bandwidth` in bytes a second over all connections.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class TestArithmetic:
             grid_bits(2**29 + 1)
 
     def test_what_is_far_smaller_than_the_largest_is_lost(self) -> None:
-        """docs/bitwise.md, "How precise the sums are": the error is absolute, float32's is relative."""
+        """docs/guarantees.md, "To the bit": the error is absolute, float32's is relative."""
         numbers = torch.Generator().manual_seed(0)
         for size, least, most in ((1e-6, 0.0, 1e-7), (1e-10, 2e-5, 3e-4), (1e-15, 1.0, 1.0)):
             rows = size * torch.randn(128, 1000, generator=numbers)

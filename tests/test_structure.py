@@ -62,7 +62,7 @@ def floor(name: str) -> tuple[int, int]:
 def test_nothing_imports_upwards() -> None:
     pairs = [(name, other) for name, used in graph().items() for other in used]
     wrong = [f"{name} imports {other}" for name, other in pairs if floor(name) > floor(other)]
-    assert not wrong, f"{wrong}: move what both need to a room further down (docs/architecture.md, The house)"
+    assert not wrong, f"{wrong}: move what both need to a room further down (docs/architecture.md, Packages)"
 
 
 def part_of(name: str) -> str:

@@ -500,7 +500,7 @@ class Config:
     """Validation metric for the best checkpoint, early stopping and plateau: accuracy, loss, f1, map (of images with
     several labels), or the name of one of --metrics; default: accuracy or map."""
     metrics: Annotated[tuple[str, ...], Free("only what is measured")] = ()
-    """More metrics of each evaluation: top5_accuracy, or your own, FILE.py:NAME (docs/own_metrics.md)."""
+    """More metrics of each evaluation: top5_accuracy, or your own, FILE.py:NAME (docs/own.md)."""
     log_every_updates: Annotated[
         int,
         POSITIVE,

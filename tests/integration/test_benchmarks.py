@@ -60,24 +60,9 @@ def test_a_page_without_a_place_for_the_table_is_an_error(tmp_path: Path, docume
     assert not (tmp_path / "benchmarks.json").exists()
 
 
-@pytest.mark.slow
-def test_the_store_is_asked_no_more_than_in_proportion_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the ranks together ask of rank 0's host; it was the square of the ranks at the meeting and in the search."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr("accel_train.run.watchdog.TICK_SECONDS", 0.1)
-    ranks = importlib.import_module("ranks")
-    few, many = ranks.measure(8), ranks.measure(32)
-    assert list(few) == list(many) == ["meeting", "heartbeats", "failure search"]
-    for name in few:
-        requests, sizes = ([sum(rank[place] for rank in found[name]) for found in (few, many)] for place in (0, 1))
-        assert 0 < requests[1] <= 5 * requests[0] and sizes[1] <= 5 * sizes[0], name
-        # Nobody but rank 0, and the one that searches, does more than before.
-        assert sorted(rank[0] for rank in many[name])[-3] <= max(rank[0] for rank in few[name][1:]) + 2, name
-
-
 def test_the_page_has_a_place_for_each_table() -> None:
     page = (helpers.ROOT / "docs" / "benchmarks.md").read_text()
-    for name in ("compare", "input", "waiting", "scaling", "samples", "race", "torture", "ranks", "uneven"):
+    for name in ("compare", "input", "waiting", "scaling", "race", "torture"):
         assert page.count(f"<!-- {name} -->") == page.count(f"<!-- end of {name} -->") == 1
 
 
@@ -95,17 +80,6 @@ def test_a_quick_run_prints_its_table_and_writes_nothing(script: str) -> None:
     expected = ["accel_train, all on", "tutorial script"] if script == "compare.py" else ["fixed global batch", "100%"]
     assert all(text in done.stdout for text in expected)
     assert state() == before
-
-
-@pytest.mark.slow
-def test_what_the_same_run_costs_is_measured() -> None:
-    net = "--model.name test_resnet --model.image-size 32 --batch-size 16 --virtual-batch-size 4 --rounds 2"
-    data = "--data.name synthetic --model.image-size 32 --data.train-limit 64 --data.test-limit 8 --data.workers 0"
-    done = helpers.python(BENCHMARKS / "same_run.py", "cifar10_resnet18", *net.split(), *data.split())
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"^(plain|same run|bitwise) .* of plain$", done.stdout, re.MULTILINE) == [
-        "plain", "same run", "bitwise"
-    ]  # fmt: skip
 
 
 @pytest.mark.slow

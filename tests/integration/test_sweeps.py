@@ -1,4 +1,4 @@
-"""docs/sweeps.md: a search with Optuna, by several processes, one of which is killed."""
+"""docs/from_python.md: a search with Optuna, by several processes, one of which is killed."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_it_is_timms_loss(ours: dict[str, Any], theirs: dict[str, Any], smoothin
 
 
 def test_own_weights_of_the_classes_as_the_page_has_them(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/own_model.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/own.md").read_text()
     (tmp_path / "weighted.py").write_text(page.split("```python\n# weighted.py\n")[1].partition("```")[0])
     logits, labels = torch.randn(10, 10, generator=torch.Generator().manual_seed(0)), torch.arange(10)
     loss = create_checked_loss(Loss(name=f"{tmp_path}/weighted.py:weighted"), labels, 10, CPU, mixes=False)

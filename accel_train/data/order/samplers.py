@@ -251,7 +251,7 @@ def sample_weights(config: Config, labels: Tensor, weights: Tensor | None, unrea
     if weights is None:
         raise UserError(
             f"{option}: this data has no weights of its training samples; use balanced or shuffle. How your own data "
-            "can have weights: docs/own_data.md."
+            "can have weights: docs/own.md."
         )
     if weights.shape != labels.shape[:1]:
         raise UserError(

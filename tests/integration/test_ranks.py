@@ -1,9 +1,6 @@
-"""Count what the control plane asks of the store that all ranks share: 16 to 1024 simulated ranks, one real store.
+"""What the control plane asks of the store that all ranks share, which rank 0's host serves.
 
-    python benchmarks/ranks.py                   # writes the table and the plot in docs/
-    python benchmarks/ranks.py --ranks 16 64 --no-write
-
-The ranks are threads. Each has a connection of its own to a real TCPStore, calls the functions of the trainer, and its
+The ranks are threads. Each has a connection of its own to a real TCPStore and calls the functions of the trainer; its
 requests and their bytes are counted. A rank that waits asks again and again; each question is counted once.
 
 meeting         launch/rendezvous.py: all ranks exist once, have the same world size, and a GPU each
@@ -13,27 +10,34 @@ failure search  run/watchdog.py: a collective has failed on all ranks, and one r
 
 from __future__ import annotations
 
-import argparse
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import document
+import pytest
 from torch import distributed
 
-from accel_train.cli.table import print_table
 from accel_train.errors import UserError
 from accel_train.launch import rendezvous
 from accel_train.launch.environment import Launch
 from accel_train.run.progress_store import ProgressStore
 from accel_train.run.watchdog import Watchdog
 
-RANKS = [16, 64, 256, 1024]
+
+@pytest.mark.slow
+def test_the_store_is_asked_no_more_than_in_proportion_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks together ask of rank 0's host; it was the square of the ranks at the meeting and in the search."""
+    monkeypatch.setattr("accel_train.run.watchdog.TICK_SECONDS", 0.1)
+    few, many = measure(8), measure(32)
+    assert list(few) == list(many) == ["meeting", "heartbeats", "failure search"]
+    for name in few:
+        requests, sizes = ([sum(rank[place] for rank in found[name]) for found in (few, many)] for place in (0, 1))
+        assert 0 < requests[1] <= 5 * requests[0] and sizes[1] <= 5 * sizes[0], name
+        # Nobody but rank 0, and the one that searches, does more than before.
+        assert sorted(rank[0] for rank in many[name])[-3] <= max(rank[0] for rank in few[name][1:]) + 2, name
 
 
 class Counted:
@@ -139,55 +143,3 @@ def _beat_until(watchdog: Watchdog, stop: threading.Event) -> None:
     while not stop.wait(watchdog.tick):
         watchdog._beat += 1
         watchdog._publish()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--no-write", action="store_true", help="print only")
-    options = parser.parse_args()
-    rows: list[list[str]] = []
-    curves: dict[str, list[int]] = {}
-    words = "" if options.ranks == RANKS else f" --ranks {' '.join(map(str, options.ranks))}"
-    known = document.caption(document.circumstances(f"python benchmarks/ranks.py{words}"))
-    for ranks in options.ranks:
-        began = time.monotonic()
-        for name, found in measure(ranks).items():
-            others = found[1:-1]
-            all_requests, all_bytes = sum(requests for requests, _ in found), sum(size for _, size in found)
-            rows.append([
-                name, f"{ranks:,}",
-                f"{max(requests for requests, _ in others):,}", f"{max(size for _, size in others):,}",
-                f"{found[0][0]:,}", f"{all_requests:,}", f"{all_bytes / 1000:,.1f} kB",
-            ])  # fmt: skip
-            curves.setdefault(name, []).append(all_requests)
-        print(f"{ranks} ranks: {time.monotonic() - began:.0f} s", flush=True)
-    rows.sort(key=lambda row: list(curves).index(row[0]))
-    head = ["part", "ranks", "requests of a rank", "its bytes", "requests of rank 0", "all requests", "all bytes"]
-    print_table(head, rows, numbers=head[1:])
-    if not options.no_write:
-        plot(options.ranks, curves, document.DOCS / "ranks.svg")
-        picture = "![Requests to the store, of all ranks](ranks.svg)"
-        part = "\n".join([*document.table(head, rows), "", known, "", picture])
-        figures = {name: dict(zip(map(str, options.ranks), counts, strict=True)) for name, counts in curves.items()}
-        document.tell("ranks", document.write("ranks", part, figures))
-
-
-def plot(ranks: Sequence[int], curves: dict[str, list[int]], path: Path) -> None:
-    """Draw all requests over the number of ranks, and a line that grows as the ranks do."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for name, requests in curves.items():
-        axes.plot(ranks, requests, marker="o", label=name)
-    axes.plot(ranks, [10 * count for count in ranks], color="grey", linestyle=":", label="10 a rank")
-    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="requests to the store, of all ranks")
-    axes.set_xticks(ranks, [str(count) for count in ranks])
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
-
-
-if __name__ == "__main__":
-    main()
