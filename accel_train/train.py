@@ -35,15 +35,13 @@ from accel_train.evaluate import Batch, create_metrics
 from accel_train.launch.agreement import broadcast_from_main, naming_a_loss
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import LESS_MEMORY, memory_advice
-from accel_train.ownership.claim import Claim, claim_run
-from accel_train.records.directory import remove_requeue_marker
 from accel_train.records.metrics import LOWER_IS_BETTER
 from accel_train.records.summary import plan_text
 from accel_train.run.ending import TrainingResult, complete, finish, interrupt
 from accel_train.run.finished import find_finished_run
 from accel_train.run.observers import check_observers
 from accel_train.run.run import Run
-from accel_train.run.start import find_start, load_data
+from accel_train.run.start import claim_directory, find_start, load_data
 from accel_train.run.stopping import StopAskedError, StopRequests
 from accel_train.training_setup import Checks, TrainingSetup, connect, create_training_setup
 
@@ -72,15 +70,10 @@ def train(
             start_workers_early(config)  # the server of data workers imports torch while this process goes on
 
             # From here on, these processes alone own the run directory. A finished run is only completed.
-            claim = Claim(
-                config.output_dir, lambda: stop_requests.reason, recipe=config.recipe, take_over=config.take_over
-            )
-            lease = claim_run(accelerator, claim)
+            lease = claim_directory(config, accelerator, lambda: stop_requests.reason)
             at_end.callback(lease.release)
             directory = lease.directory
             config = dataclasses.replace(config, output_dir=directory)
-            if accelerator.is_main_process:
-                remove_requeue_marker(directory)
             finished = broadcast_from_main(accelerator, lambda: find_finished_run(directory, config, launch))
             if finished is not None and (result := finished.result):
                 complete(accelerator, config, lease, result)

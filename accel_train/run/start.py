@@ -22,6 +22,9 @@ from accel_train.launch.agreement import broadcast_from_main, check_agreement, f
 from accel_train.models import hub
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.schedule import check_schedule
+from accel_train.ownership.claim import Claim, claim_run
+from accel_train.ownership.lease import Lease
+from accel_train.records.directory import remove_requeue_marker
 from accel_train.records.model_info import FILE, ModelInfo, read_model_info
 from accel_train.records.provenance import code_facts
 from accel_train.records.summary import check_best_metric
@@ -67,6 +70,19 @@ def find_start(config: Config, accelerator: Accelerator) -> StartPoint:
             sha = f"not readable ({error.strerror})"
     check_agreement(accelerator, **{"model.weights": sha})
     return StartPoint(config, None if resumes else found, resumes)
+
+
+def claim_directory(config: Config, accelerator: Accelerator, stopped: Callable[[], str]) -> Lease:
+    """Make this start the owner of the run's directory; the marker with which an earlier start asked for another one
+    goes. Collective. `stopped`: returns why this start is to end, or "", while it waits for an owner that may be dead.
+
+    Raises UserError if another start owns the run.
+    """
+    claim = Claim(config.output_dir, stopped, recipe=config.recipe, take_over=config.take_over)
+    lease = claim_run(accelerator, claim)
+    if accelerator.is_main_process:
+        remove_requeue_marker(lease.directory)
+    return lease
 
 
 def load_data(config: Config, accelerator: Accelerator, stopped: Callable[[], str] = lambda: "") -> Splits:
