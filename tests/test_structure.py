@@ -16,7 +16,7 @@ errors __init__
 """.split()  # noqa: SIM905
 # Within the data: the same.
 DATA = """
-loading workers memory tools transforms sources all_cores
+loading workers memory tools transforms sources
 worker_processes order compat __init__
 """.split()  # noqa: SIM905
 # What is not needed to train, and what starts both.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from accel_train.analysis.load_run import data_of_run
 from accel_train.analysis.loaded_run import LoadedRun
-from accel_train.data.sources.files.depth import is_deep
+from accel_train.data.sources.files.images import is_deep
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError
 from accel_train.export.formats import Loaded

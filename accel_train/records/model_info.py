@@ -14,7 +14,7 @@ from typing import Any
 from accel_train import __version__
 from accel_train.config.compatibility import FORMAT, check_format
 from accel_train.config.origin import Origin, read_origin
-from accel_train.data.sources.files.depth import is_value_range
+from accel_train.data.sources.files.images import is_value_range
 from accel_train.errors import UserError
 from accel_train.untrusted import is_count, is_number, parse_json, read_regular_file
 

@@ -16,7 +16,7 @@ from accel_train.untrusted import read_regular_file
 
 PREFIXES = {
     "model.name": ("hf-hub:", "hf_hub:", "local-dir:", "torchvision/"),
-    "data.name": ("hfds/", "wds/", "torch/"),
+    "data.name": ("hfds/", "torch/"),
     "loss.name": (),
     "schedule.name": (),
     "optim.name": (),

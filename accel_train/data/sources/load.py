@@ -15,7 +15,7 @@ from accel_train import models
 from accel_train.config.schema import Config, Data
 from accel_train.data.sources.arrays import PUBLISHED, digits, synthetic, torchvision_set
 from accel_train.data.sources.divide import divide
-from accel_train.data.sources.files.depth import range_text
+from accel_train.data.sources.files.images import range_text
 from accel_train.data.sources.root import check_root
 from accel_train.data.sources.splits import Source, Splits, Subset, given_splits
 from accel_train.errors import UserError, nearest
@@ -32,7 +32,6 @@ LOADERS = {
     "csv": ("files.table", "table"),
     "tar": ("files.tars", "tar"),
     "wds": ("files.webdataset", "webdataset"),
-    "wds/NAME": ("files.webdataset", "webdataset"),
     "hfds/NAME": ("hub", "hub"),
 }
 """Name -> the module beside this one, and its function. It is imported when it is needed: many import much."""

@@ -11,10 +11,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from accel_train.data.all_cores import process_pool
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.sources.user import UserDataset
-from accel_train.data.worker_processes import end_with_trainer
+from accel_train.data.worker_processes import end_with_trainer, process_pool
 from accel_train.errors import print_line
 
 T = TypeVar("T")

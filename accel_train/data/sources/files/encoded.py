@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.depth import few_bits_notes, range_text
-from accel_train.data.sources.files.images import MAX_PIXELS, Box, ImageError, LazyImage
+from accel_train.data.sources.files.images import MAX_PIXELS, Box, ImageError, LazyImage, few_bits_notes, range_text
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.errors import UserError
 from accel_train.untrusted import TooLargeError, read_regular_file

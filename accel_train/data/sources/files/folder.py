@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.all_cores import on_all_cores
 from accel_train.data.sources.files.encoded import ChangedError, EncodedImages, file_state, read_image
 from accel_train.data.sources.files.index import Index, Progress, SplitFiles, indexed, splits_of_index
 from accel_train.data.sources.root import check_root
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, check_splits, given_splits, normal_name
+from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import UserError, first_of
 
 Samples = tuple[list[str], torch.Tensor]

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.all_cores import on_all_cores
 from accel_train.data.sources.files.folder import ignored_text, is_image
 from accel_train.data.sources.files.index import Index, Progress, indexed, splits_of_index
 from accel_train.data.sources.files.tars import Member, TarImages, index_of_members, members_of
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, names_root
+from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import UserError, first_of
 from accel_train.untrusted import read_regular_file
 
@@ -33,13 +33,12 @@ LISTS = ("_info.json", "info.json")
 
 
 def webdataset(data: Data, folder: Path | None = None) -> Splits:
-    """WebDataset shards in `data.root` (or its subfolder NAME, for `wds/NAME`): KEY.jpg with KEY.cls.
+    """WebDataset shards in `data.root`: KEY.jpg with KEY.cls.
 
     Their splits follow from _info.json, if there is one, or else from their names: NAME-train-0000.tar. The names
     of the classes are its `classes`, or else their numbers. `folder`: this node's copy of them. Raises UserError.
     """
-    index = index_of(data, _root(data) if folder is None else folder)
-    root = _root(data)
+    index, root = index_of(data, data.root if folder is None else folder), data.root
     if folder is not None:
         root = names_root(data)
         root = root.parent if (folder / root.name).is_file() else root  # of the only shard
@@ -49,11 +48,6 @@ def webdataset(data: Data, folder: Path | None = None) -> Splits:
 def index_of(data: Data, root: Path) -> Index:
     """Raises UserError."""
     return indexed(root, "wds", lambda progress: _look(root, progress), lambda: _places(root), verify=data.verify)
-
-
-def _root(data: Data) -> Path:
-    below = data.root / data.name.partition("/")[2]
-    return below if below.is_dir() else data.root
 
 
 def _places(root: Path) -> list[str]:

@@ -22,7 +22,7 @@ from test_tars import image, pack, values
 
 from accel_train.cli import main
 from accel_train.config.schema import Data
-from accel_train.data import all_cores
+from accel_train.data import worker_processes
 from accel_train.data.sources import load
 from accel_train.data.sources.files import folder, index, table, tars, webdataset
 from accel_train.data.sources.splits import Splits
@@ -528,8 +528,8 @@ def test_what_needs_many_processes_finds_the_same(tmp_path: Path, monkeypatch: p
         (file,) = kept(root)
         file.unlink()
         with monkeypatch.context() as patch:
-            patch.setattr(all_cores, "PATIENCE_SECONDS", -1.0)
-            patch.setattr(all_cores, "available_cores", lambda: 2)
+            patch.setattr(worker_processes, "PATIENCE_SECONDS", -1.0)
+            patch.setattr(worker_processes, "available_cores", lambda: 2)
             assert content(root, kind) == first
         assert len(kept(root)) == 1
 
@@ -537,8 +537,8 @@ def test_what_needs_many_processes_finds_the_same(tmp_path: Path, monkeypatch: p
 def test_a_mistake_that_another_process_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = make(tmp_path / "data", "tar")
     (root / "val-0.tar").write_bytes((root / "train-0.tar").read_bytes()[:-9000])
-    monkeypatch.setattr(all_cores, "PATIENCE_SECONDS", -1.0)
-    monkeypatch.setattr(all_cores, "available_cores", lambda: 2)
+    monkeypatch.setattr(worker_processes, "PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(worker_processes, "available_cores", lambda: 2)
     with pytest.raises(UserError, match=r"the tar file .*val-0\.tar cannot be read"):
         content(root, "tar")
 

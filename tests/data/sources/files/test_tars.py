@@ -173,15 +173,15 @@ class TestWebDataset:
         self.shard(tmp_path / "set-train-0001.tar", [3, 4])
         self.shard(tmp_path / "set-train-0000.tar", [0, 1, 2])
         self.shard(tmp_path / "set-validation-0000.tar", [5])
-        found = load(tmp_path, "wds/set")
+        found = load(tmp_path, "wds")
         assert values(found.train) == [0, 1, 2, 3, 4] and found.train.labels.tolist() == [0, 1, 2, 0, 1]
         assert values(found.validation) == [5] and found.validation.labels.tolist() == [2] and found.test is None
         assert found.classes == ("0", "1", "2") and found.train.labels.dtype == torch.int64
 
-    def test_splits_by_folder_and_sub_folder(self, tmp_path: Path) -> None:
+    def test_splits_by_folder(self, tmp_path: Path) -> None:
         self.shard(tmp_path / "set" / "train" / "0.tar", [0, 1, 2])
         self.shard(tmp_path / "set" / "test" / "0.tar", [5])
-        found = load(tmp_path, "wds/set")
+        found = load(tmp_path / "set", "wds")
         assert values(found.train) == [0, 1, 2] and values(found.test) == [5]
 
     def test_splits_by_info(self, tmp_path: Path) -> None:
