@@ -103,7 +103,7 @@ def checks_of_start(rank: int) -> StartDoctor | None:
                     print_line(
                         f"{finding.status} {name}: {finding.measured}; expected {finding.expected}. {finding.advice}"
                     )
-            if is_last or diagnosis.failed:
+            if is_last or (diagnosis.failed and mode == "strict"):
                 print_line(f"accel-train doctor: {_summary(seen, diagnosis.seconds)}")
         if diagnosis.failed and mode == "strict":
             failed = ", ".join(diagnosis.failed)
