@@ -332,7 +332,7 @@ class Optim:
     ] = None
     """Clip gradients to this value; see optim.clip-mode."""
     clip_mode: Annotated[Literal["norm", "value", "agc"], Needs("optim.clip")] = "norm"
-    """Clip by the norm of all gradients, by value, or by the norm of each weight (AGC)."""
+    """Clip by the norm of all gradients, by value, or by the norm of each weight (AGC; not with FSDP2)."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from timm.optim import Muon, create_optimizer_v2, get_optimizer_class, get_optimizer_info, list_optimizers
 from timm.utils import dispatch_clip_grad
-from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -201,9 +200,11 @@ def parameters_to_clip(optim: Optim, model: nn.Module) -> list[nn.Parameter]:
     """The parameters whose gradients `clip_gradients` clips.
 
     All that are trained; for AGC without the classifier's (Brock et al. 2021, arxiv.org/abs/2102.06171,
-    section 4.1).
+    section 4.1). Raises UserError for AGC if FSDP2 has split them: timm's needs whole tensors.
     """
     adaptive = optim.clip is not None and optim.clip_mode == "agc"
+    if adaptive and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise UserError("--optim.clip-mode agc: FSDP2 splits the weights; use norm or value, or DDP.")
     heads = required_classifier(model, "--optim.clip-mode agc") if adaptive else ()
     return [
         parameter
@@ -217,34 +218,5 @@ def clip_gradients(optim: Optim, parameters: Sequence[nn.Parameter]) -> None:
 
     Collective if FSDP2 has split the parameters.
     """
-    if optim.clip is None:
-        return
-    if optim.clip_mode == "agc" and any(isinstance(parameter, DTensor) for parameter in parameters):
-        _clip_split_adaptively(parameters, optim.clip)
-    else:
+    if optim.clip is not None:
         dispatch_clip_grad(parameters, optim.clip, mode=optim.clip_mode)
-
-
-def _clip_split_adaptively(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """timm's `adaptive_clip_grad` for the sharded tensors of FSDP2, which timm's own does not accept.
-
-    FSDP2 splits between rows, and AGC compares the norms of whole rows: each process clips its own. Biases and norms
-    are compared as a whole; the norms of all of them are summed up at once.
-    """
-    vectors: list[tuple[DTensor, DTensor]] = []
-    for parameter in parameters:
-        weight, gradient = parameter.detach(), parameter.grad
-        if not (isinstance(weight, DTensor) and isinstance(gradient, DTensor)):
-            adaptive_clip_grad(parameter, factor)
-        elif weight.ndim < 2:
-            vectors.append((weight, gradient))
-        else:
-            rows = weight.to_local()
-            rows.grad = gradient.to_local()
-            adaptive_clip_grad(rows, factor)
-    if vectors:
-        norms = cast(DTensor, torch.stack([each.norm() for pair in vectors for each in pair])).full_tensor()
-        limits, found = norms[0::2].clamp(min=1e-3) * factor, norms[1::2]  # 1e-3: timm's, as is the next number
-        scales = torch.where(found < limits, 1.0, limits / found.clamp(min=1e-6))
-        for (_, gradient), scale in zip(vectors, scales, strict=True):
-            gradient.to_local().mul_(scale)

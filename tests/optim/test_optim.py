@@ -405,6 +405,13 @@ def test_clipping_by_value() -> None:
         assert torch.equal(clipped, before.clamp(-0.1, 0.1))
 
 
+def test_agc_needs_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_train.optim.optimizer.DTensor", nn.Parameter)  # as if FSDP2 had split all
+    with pytest.raises(UserError, match=r"--optim\.clip-mode agc: FSDP2 splits the weights"):
+        parameters_to_clip(Optim(clip=0.01, clip_mode="agc"), small_net())
+    assert parameters_to_clip(Optim(clip_mode="agc"), small_net())
+
+
 def test_agc_leaves_the_classifier_alone() -> None:
     model, untouched = with_gradients(), with_gradients()
     optim = Optim(clip=0.01, clip_mode="agc")
