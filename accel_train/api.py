@@ -26,9 +26,9 @@ from accel_train.launch.environment import prepare_environment
 from accel_train.user_code.objects import provided, take_objects
 
 if TYPE_CHECKING:
-    from accel_train.analysis.inference.predict import Prediction
-    from accel_train.analysis.loaded_run import LoadedRun
-    from accel_train.analysis.measure import EvaluationResult
+    from accel_train.analysis.evaluate_run import EvaluationResult
+    from accel_train.analysis.inference import Prediction
+    from accel_train.analysis.load_run import LoadedRun
     from accel_train.audit import AuditResult
     from accel_train.bench.bench import BenchResult
     from accel_train.bench.lr_finder import LearningRates
@@ -97,7 +97,7 @@ def load_run(
     that makes one. The result of `train` has its objects; the path of its folder does not.
     """
     with _objects_of(run, model=model):
-        from accel_train.analysis.loaded_run import load
+        from accel_train.analysis.load_run import load
 
         return load(Path(run), None if checkpoint is None else Path(checkpoint), trust_code=trust_code)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel_train.errors import UserError, needing, reason_of
+from accel_train.errors import UserError, reason_of
 from accel_train.files import atomic_replacement, open_to_write
 from accel_train.untrusted import open_to_read
 
@@ -20,9 +20,7 @@ from accel_train.untrusted import open_to_read
 class Predictions:
     """The rows are in the order of the ids, which are 0 … n - 1: a sample's number in its split.
 
-    A .npz file has an array for each field (`about` as JSON text). A .parquet file has a row for each sample with the
-    columns id, path, label (int64, or a list of bools) and logits (a list of float32), and classes and about as JSON in
-    its schema's metadata. Without files, there are no paths.
+    A .npz file has an array for each field (`about` as JSON text). Without files, there are no paths.
     """
 
     ids: npt.NDArray[np.int64]
@@ -38,9 +36,6 @@ class Predictions:
 
     def save(self, path: Path) -> None:
         """Write the file atomically. Raises OSError."""
-        if path.suffix == ".parquet":
-            self._save_parquet(path)
-            return
         arrays: dict[str, Any] = {
             "ids": self.ids,
             "labels": self.labels,
@@ -52,31 +47,6 @@ class Predictions:
             arrays["paths"] = np.array(self.paths)
         with atomic_replacement(path) as temporary, open_to_write(temporary, "xb") as file:
             np.savez(file, **arrays)
-
-    def _save_parquet(self, path: Path) -> None:
-        import pyarrow
-        from pyarrow import parquet
-
-        labels = self.labels.tolist() if self.labels.ndim == 2 else self.labels
-        width = self.logits.shape[1]
-        columns = {
-            "id": pyarrow.array(self.ids),
-            **({} if self.paths is None else {"path": pyarrow.array(self.paths)}),
-            "label": pyarrow.array(labels),
-            "logits": pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(self.logits.reshape(-1)), width),
-        }
-        about = {"classes": json.dumps(self.classes), "about": json.dumps(dict(self.about))}
-        table = pyarrow.table(columns).replace_schema_metadata(about)
-        with atomic_replacement(path) as temporary:
-            parquet.write_table(table, temporary)
-
-
-def check_can_write(path: Path | None) -> None:
-    """Raise UserError if the library for this kind of file is missing."""
-    if path is not None and path.suffix == ".parquet":
-        install = "install it with `pip install 'accel-train[parquet]'`, or name a .npz file."
-        with needing(f"--predictions {path}: needs pyarrow; {install}"):
-            import pyarrow.parquet  # noqa: F401
 
 
 def read_predictions(path: Path) -> Predictions:

@@ -35,7 +35,7 @@ class Evaluate(CommandOptions):
     split: Literal["test", "val", "train"] = "test"
     """Split to evaluate; the training samples are not augmented."""
     predictions: Path | None = None
-    """Write the label and the logits of each sample to this .npz or .parquet file, of the EMA if the run has one."""
+    """Write the label and the logits of each sample to this .npz file, of the EMA if the run has one."""
     checkpoint: Path | None = None
     """best (by --best-metric on the validation split), last, or a checkpoint such as update-00001234; default: last,
     the final model, or the newest checkpoint of a run that has not finished."""
@@ -43,7 +43,7 @@ class Evaluate(CommandOptions):
     """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
     def mistakes(self) -> list[str]:
-        return not_a_run(self.run) + wrong_endings([".npz", ".parquet"], predictions=self.predictions)
+        return not_a_run(self.run) + wrong_endings([".npz"], predictions=self.predictions)
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -57,11 +57,9 @@ def evaluate(arguments: Sequence[str]) -> int:
     launch = prepare_environment()  # before torch is imported, because torch reads some of these variables
     with importing(str(options.run)):
         from accel_train.analysis.evaluate_run import evaluate_run
-        from accel_train.analysis.predictions import check_can_write
         from accel_train.cli.evaluation_tables import print_classes, print_figures
         from accel_train.launch.agreement import end_world
 
-    check_can_write(options.predictions)
     result = evaluate_run(
         launch,
         options.run,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from accel_train.analysis.evaluate_run import EvaluationResult
 from accel_train.analysis.figures import (
     CLASS_FIGURES,
     NO_FIGURE,
@@ -13,7 +14,6 @@ from accel_train.analysis.figures import (
     interval_text,
     without_images,
 )
-from accel_train.analysis.measure import EvaluationResult
 from accel_train.cli.table import print_table
 from accel_train.errors import print_line
 

@@ -24,7 +24,7 @@ from accel_train.files import atomic_replacement, check_writable, fsync
 from accel_train.launch.environment import prepare_environment
 
 if TYPE_CHECKING:
-    from accel_train.analysis.inference.predict import Prediction
+    from accel_train.analysis.inference import Prediction
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,11 @@ class Predict(CommandOptions):
     """Write to this .csv or .jsonl file instead of a table; it is there when all images are done."""
     batch_size: int = 64
     """Images in one forward pass."""
-    max_pixels: int | None = None
-    """Refuse larger images; default: as in training (--data.max-pixels)."""
     trust_code: bool = False
     """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
     def mistakes(self) -> list[str]:
-        mistakes = below_one(top_k=self.top_k, batch_size=self.batch_size, max_pixels=self.max_pixels)
+        mistakes = below_one(top_k=self.top_k, batch_size=self.batch_size)
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             mistakes.append(f"--threshold: expected a number from 0 to 1, found {self.threshold}.")
         mistakes += wrong_endings([".csv", ".jsonl"], output=self.output)
@@ -71,8 +69,8 @@ def predict(arguments: Sequence[str]) -> int:
     )
     launch = prepare_environment()
     with importing(str(options.run)):
-        from accel_train.analysis.inference.predict import check_can_classify, image_files
-        from accel_train.analysis.loaded_run import load
+        from accel_train.analysis.inference import check_can_classify, image_files
+        from accel_train.analysis.load_run import load
         from accel_train.launch.accelerator import create_accelerator
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `predict … | head` ends quietly
@@ -99,7 +97,6 @@ def predict(arguments: Sequence[str]) -> int:
         files,
         top_k,
         options.threshold,
-        options.max_pixels,
         batch_size=options.batch_size,
         autocast=accelerator.autocast,
     )

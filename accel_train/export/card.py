@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from accel_train.analysis.figures import interval_of
-from accel_train.analysis.loaded_run import LoadedRun
+from accel_train.analysis.load_run import LoadedRun
 from accel_train.config.compatibility import affects_learning
 from accel_train.export.formats import OPSET
 from accel_train.export.preprocess import FILE

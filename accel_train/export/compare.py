@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from accel_train.analysis.load_run import data_of_run
-from accel_train.analysis.loaded_run import LoadedRun
+from accel_train.analysis.load_run import LoadedRun, data_of_run
 from accel_train.data.sources.files.images import is_deep
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError

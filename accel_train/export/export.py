@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_train.analysis.loaded_run import load
+from accel_train.analysis.load_run import load
 from accel_train.errors import LOGGER, UserError, writing
 from accel_train.export.card import model_card
 from accel_train.export.compare import check, real_images

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from accel_train.analysis.loaded_run import LoadedRun
+from accel_train.analysis.load_run import LoadedRun
 from accel_train.config.schema import Model
 from accel_train.data.transforms.parameters import crop_fraction
 from accel_train.errors import UserError, needing, reason_of

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from scipy.special import expit, log_expit, log_softmax, softmax
 
-from accel_train.analysis.inference.preprocessing import Preprocessing
+from accel_train.analysis.inference import Preprocessing
 from accel_train.analysis.predictions import Predictions
 from accel_train.config.schema import Config
 from accel_train.data.sources.files.images import to_image

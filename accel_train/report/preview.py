@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from accel_train import models
-from accel_train.analysis.inference.preprocessing import Preprocessing
+from accel_train.analysis.inference import Preprocessing
 from accel_train.config.schema import Augment, Config
 from accel_train.data.loading import create_loader
 from accel_train.data.order.samplers import IndexBatch

@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accel_train.analysis.evaluate_run import evaluate_run
+from accel_train.analysis.evaluate_run import EvaluationResult, evaluate_run
 from accel_train.analysis.load_run import data_of_run
-from accel_train.analysis.measure import EvaluationResult
 from accel_train.analysis.predictions import Predictions, read_predictions
 from accel_train.checkpoint.weights import digest_of_run
 from accel_train.errors import UserError, reason_of, writing

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_train import cli
-from accel_train.analysis.loaded_run import load
+from accel_train.analysis.load_run import load
 from accel_train.checkpoint.choose import find_weights
 from accel_train.cli import evaluation_tables
 from accel_train.config.options import parse

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import shutil
 from pathlib import Path
@@ -13,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pyarrow import parquet
 
 from accel_train import cli
-from accel_train.analysis.loaded_run import load
+from accel_train.analysis.load_run import load
 from accel_train.analysis.predictions import Predictions, read_predictions
 from accel_train.config.options import parse
 from accel_train.data.sources.load import load_splits
@@ -29,18 +27,6 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 @pytest.fixture(scope="module")
 def run(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(digits_run, tmp_path_factory.mktemp("predictions") / "run"))
-
-
-def read(file: Path) -> Predictions:
-    """The content of a file of predictions. The program itself reads no Parquet."""
-    if file.suffix == ".npz":
-        return read_predictions(file)
-    table = parquet.read_table(file)
-    classes, about = (json.loads(table.schema.metadata[key]) for key in (b"classes", b"about"))
-    logits = np.asarray(table["logits"].combine_chunks().flatten()).reshape(len(table), len(classes))
-    paths = table["path"].to_pylist() if "path" in table.column_names else None
-    labels = np.array(table["label"].to_pylist())
-    return Predictions(np.asarray(table["id"]), labels, logits, paths, tuple(classes), about)
 
 
 def record_of(run: Path) -> dict[str, Any]:
@@ -73,14 +59,14 @@ def test_the_logits_are_those_of_the_model(run: Path, tmp_path: Path, capsys: py
 def test_one_two_and_four_processes_write_the_same(run: Path, tmp_path: Path) -> None:
     files = []
     for processes in (1, 2, 4):
-        files.append(tmp_path / f"{processes}.parquet")
+        files.append(tmp_path / f"{processes}.npz")
         done = helpers.python("-m", "accel_train", "evaluate", run, "--predictions", files[-1], processes=processes)
         assert done.returncode == 0, done.stderr
         record = record_of(run)
         assert record["processes"] == processes
-        found = read(files[-1])
+        found = read_predictions(files[-1])
         assert (found.logits.argmax(1) == found.labels).mean() == record["ema"]["accuracy"]
-    one, *others = map(read, files)
+    one, *others = map(read_predictions, files)
     for other in others:
         assert (one.ids == other.ids).all() and (one.labels == other.labels).all()
         assert (one.logits.argmax(1) == other.logits.argmax(1)).all()
@@ -109,45 +95,33 @@ def test_image_files_have_their_paths(tmp_path: Path) -> None:
     words = ["--data.name=folder", f"--data.root={tmp_path / 'pets'}", "--model.name=digits_cnn", "--batch-size=4"]
     words += ["--model.image-size=16", "--epochs=1", "--data.workers=0", f"--output-dir={run}", "--augment.crop=center"]
     assert cli.main(["train", "digits", *words]) == 0
-    for suffix in ("npz", "parquet"):
-        file = tmp_path / f"p.{suffix}"
-        assert cli.main(["evaluate", str(run), "--data.workers=0", "--predictions", str(file)]) == 0
-        found = read(file)
-        assert found.paths is not None and all(Path(path).is_file() for path in found.paths)
-        names = [Path(path).parent.name for path in found.paths]
-        assert names == [found.classes[label] for label in found.labels]
+    file = tmp_path / "p.npz"
+    assert cli.main(["evaluate", str(run), "--data.workers=0", "--predictions", str(file)]) == 0
+    found = read_predictions(file)
+    assert found.paths is not None and all(Path(path).is_file() for path in found.paths)
+    names = [Path(path).parent.name for path in found.paths]
+    assert names == [found.classes[label] for label in found.labels]
 
 
-def test_several_labels_are_rows_in_both_kinds_of_files(tmp_path: Path) -> None:
+def test_several_labels_are_rows(tmp_path: Path) -> None:
     rows = np.array([[True, False], [True, True], [False, False]])
     logits = np.arange(6, dtype=np.float32).reshape(3, 2)
-    for suffix in ("npz", "parquet"):
-        written = Predictions(np.arange(3), rows, logits, ["a", "ü", "c"], ("x", "y"), {"split": "test"})
-        written.save(tmp_path / f"p.{suffix}")
-        found = read(tmp_path / f"p.{suffix}")
-        assert found.labels.tolist() == rows.tolist() and found.labels.dtype == np.bool_
-        assert found.logits.tolist() == logits.tolist() and found.paths == ["a", "ü", "c"]
-        assert (found.classes, found.about) == (("x", "y"), {"split": "test"})
+    written = Predictions(np.arange(3), rows, logits, ["a", "ü", "c"], ("x", "y"), {"split": "test"})
+    written.save(tmp_path / "p.npz")
+    found = read_predictions(tmp_path / "p.npz")
+    assert found.labels.tolist() == rows.tolist() and found.labels.dtype == np.bool_
+    assert found.logits.tolist() == logits.tolist() and found.paths == ["a", "ü", "c"]
+    assert (found.classes, found.about) == (("x", "y"), {"split": "test"})
 
 
 def test_wrong_names_and_broken_files_are_one_line(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["evaluate", str(run), "--predictions", "p.csv"]) == 2
-    assert "--predictions: expected a name that ends in .npz or .parquet, found 'p.csv'." in capsys.readouterr().err
+    assert "--predictions: expected a name that ends in .npz, found 'p.csv'." in capsys.readouterr().err
     (tmp_path / "p.npz").write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"p\.npz is not a predictions file"):
         read_predictions(tmp_path / "p.npz")
-    real = builtins.__import__
-
-    def without_pyarrow(name: str, *arguments: Any) -> Any:
-        if name.startswith("pyarrow"):
-            raise ImportError(name)
-        return real(name, *arguments)
-
-    monkeypatch.setattr(builtins, "__import__", without_pyarrow)
-    assert cli.main(["evaluate", str(run), "--predictions", str(tmp_path / "p.parquet")]) == 2
-    assert "needs pyarrow; install it with `pip install 'accel-train[parquet]'`" in capsys.readouterr().err
 
 
 def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from accel_train import cli
-from accel_train.analysis.loaded_run import load
+from accel_train.analysis.load_run import load
 from accel_train.config.options import parse
 from accel_train.config.origin import Origin
 from accel_train.config.schema import to_yaml

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from accel_train.analysis.inference.preprocessing import Preprocessing
+from accel_train.analysis.inference import Preprocessing
 from accel_train.config.schema import Augment
 from accel_train.data.sources.files.images import decode
 from accel_train.data.transforms.parameters import crop_fraction

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.analysis.loaded_run import load
+from accel_train.analysis.load_run import load
 from accel_train.cli import main
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

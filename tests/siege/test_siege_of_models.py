@@ -13,7 +13,7 @@ import pytest
 from nets import BLOCKS
 from siege import TIMEOUT, FallenError, besiege, check
 
-from accel_train.analysis.loaded_run import LoadedRun
+from accel_train.analysis.load_run import LoadedRun
 from accel_train.api import load_run
 
 pytestmark = [pytest.mark.slow, TIMEOUT]

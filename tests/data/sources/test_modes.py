@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.analysis.loaded_run import LoadedRun
+from accel_train.analysis.load_run import LoadedRun
 from accel_train.api import load_run
 from accel_train.cli import main
 from accel_train.config.schema import Data

@@ -153,7 +153,7 @@ def test_every_way_to_the_model(
 
 
 def test_predict(trees: tuple[Path, Path]) -> None:
-    from accel_train.analysis.inference.preprocessing import Preprocessing
+    from accel_train.analysis.inference import Preprocessing
     from accel_train.records.model_info import ModelInfo
 
     info = ModelInfo(("a", "b"), 3, 32, None, (0.5,) * 3, (0.5,) * 3)

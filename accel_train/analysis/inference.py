@@ -1,4 +1,4 @@
-"""The most probable classes of image files, according to a model."""
+"""From an image to a model's input, as in the run's evaluation, and to its most probable classes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.analysis.inference.preprocessing import Preprocessing
+from accel_train.config.schema import Augment, check_resize
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.folder import find_images, ignored_text
 from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, decode
+from accel_train.data.transforms.batch import BatchTransform
+from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UserError
 from accel_train.launch.process import available_cores
 from accel_train.records.model_info import ModelInfo
+
+
+class Preprocessing:
+    """The resizing, cropping and normalisation of a run's evaluation."""
+
+    def __init__(self, info: ModelInfo, augment: Augment, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        augment = augment.in_evaluation(info.image_size)
+        check_resize(augment, info.image_size)
+        native = info.native_size
+        if native is None:
+            self._image = ImageTransform(augment, info.image_size, training=False)
+        else:  # images of the dataset's size stay as they are here; `to_input` treats them as in evaluation
+            unchanged = Augment(resize=native, interpolation=augment.interpolation)
+            self._image = ImageTransform(unchanged, native, training=False)
+        self._batch = BatchTransform(
+            augment,
+            size=info.image_size,
+            mean=info.mean,
+            std=info.std,
+            full_scale=info.full_scale,
+            num_classes=len(info.classes),
+            training=False,
+            per_image=native is None,
+            device=self.device,
+        )
+
+    def resize(self, image: Tensor) -> Tensor:
+        """`image` [C, H, W] of any size as [1, C, h, w], where h and w are the same for all images."""
+        resized: Tensor = self._image([image], torch.zeros(1))
+        return resized
+
+    def to_input(self, images: Tensor) -> Tensor:
+        """The model's input, float32 [b, C, size, size] on the device, from images [b, C, h, w] of `resize`."""
+        pixels = images.to(self.device)
+        unused = torch.zeros(len(pixels), dtype=torch.int64, device=self.device)
+        inputs, _ = self._batch({"images": pixels, "labels": unused, "keys": unused, "weights": unused})
+        return inputs
 
 
 @dataclass(frozen=True)
