@@ -182,7 +182,7 @@ def test_damaged_records_of_an_evaluation_are_one_line(digits_run: Path, tmp_pat
     kept.write_bytes(content)
     record = run / "evaluation-test.json"
     whole = json.loads(record.read_text())
-    for key, wrong in (("accuracy", {"a": [1]}), ("confusion", [[{}]]), ("calibration", "no"), ("class_recall", {})):
+    for key, wrong in (("accuracy", {"a": [1]}), ("confusion", [[{}]]), ("class_recall", {})):
         record.write_text(json.dumps(whole | {name: whole[name] | {key: wrong} for name in ("model", "ema")}))
         capsys.readouterr()
         assert cli.main(["report", str(run)]) == 2, key

@@ -38,11 +38,10 @@ def single_label_figures(logits: npt.NDArray[np.float32], labels: npt.NDArray[np
     or as a prediction, "weighted_…" means weighted by the images of each class. "class_…" are lists, None for a class
     that does not occur. "balanced_accuracy": the mean recall of the classes that have an image. For the others see
     `accuracy_interval` (of "class_accuracy_interval" for each class that has an image: of its recall) and
-    `calibration`.
+    `calibration_error`.
     """
     predicted = logits.argmax(1)
     figures = _precision_and_recall(labels, predicted, logits.shape[1])
-    error, diagram = calibration(softmax(logits), labels)
     return {
         "accuracy_interval": accuracy_interval(int((predicted == labels).sum()), len(labels)),
         "class_accuracy_interval": [
@@ -55,8 +54,7 @@ def single_label_figures(logits: npt.NDArray[np.float32], labels: npt.NDArray[np
         ],
         "balanced_accuracy": float(np.mean([figures["class_recall"][label] for label in np.unique(labels)])),
         **figures,
-        "calibration_error": error,
-        "calibration": diagram,
+        "calibration_error": calibration_error(softmax(logits), labels),
     }
 
 
@@ -120,24 +118,17 @@ def softmax(logits: npt.NDArray[np.float32]) -> Floats:
     return probabilities
 
 
-def calibration(probabilities: Floats, labels: npt.NDArray[np.int64]) -> tuple[float, list[dict[str, float]]]:
-    """The expected calibration error and its bins, each {"confidence", "accuracy", "count"}; empty bins are left out.
+def calibration_error(probabilities: Floats, labels: npt.NDArray[np.int64]) -> float:
+    """The expected calibration error: the mean over the images of |accuracy - mean probability| of their bin.
 
-    The images are divided by the probability of the predicted class into BINS bins of equal width. The error is the
-    mean over the images of |accuracy - mean probability| of their bin (Guo et al. 2017, arxiv.org/abs/1706.04599,
-    equation 3).
+    The images are divided by the probability of the predicted class into BINS bins of equal width (Guo et al. 2017,
+    arxiv.org/abs/1706.04599, equation 3).
     """
     confidence = probabilities.max(1)
     hits = probabilities.argmax(1) == labels
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
-    diagram = []
-    for number in range(BINS):
-        inside = bins == number
-        if inside.any():
-            mean, accuracy = float(confidence[inside].mean()), float(hits[inside].mean())
-            diagram.append({"confidence": mean, "accuracy": accuracy, "count": int(inside.sum())})
-    error = sum(entry["count"] * abs(entry["accuracy"] - entry["confidence"]) for entry in diagram) / len(labels)
-    return error, diagram
+    inside = [bins == number for number in np.unique(bins)]
+    return float(sum(part.mean() * abs(hits[part].mean() - confidence[part].mean()) for part in inside))
 
 
 def figure_rows(

@@ -138,7 +138,7 @@ BEST_METRICS = ("accuracy", "loss", "f1", "map")
 """Those of the metrics in records/metrics.py that --best-metric may name without --metrics."""
 NAMES_OF_FIGURES = {
     *BEST_METRICS, *CHOSEN_METRICS, "micro_map", "micro_f1", "balanced_accuracy", "precision", "recall",
-    "weighted_precision", "weighted_recall", "weighted_f1", "calibration_error", "calibration", "accuracy_interval",
+    "weighted_precision", "weighted_recall", "weighted_f1", "calibration_error", "accuracy_interval",
     "confusion", "kind", "time", "generation", "epoch", "update", "split", "weights", "count", "seconds",
     "images", "lr", "images_per_second", "data_wait_fraction",
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import re
@@ -57,30 +56,3 @@ def test_on_a_terminal_long_cells_wrap_and_repeated_ones_are_left_out() -> None:
         ["b" * 29, "dog", "100.00%"],
         ["b" * 11],
     ]
-
-
-def shown_at(columns: int, rows: list[tuple[str, ...]], head: tuple[str, ...]) -> list[str]:
-    program = "import json, sys; from accel_train.cli.table import print_table; print_table(*json.loads(sys.argv[1]))"
-    terminal, stdout = pty.openpty()
-    environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm", "NO_COLOR": "1"}
-    line = [sys.executable, "-c", program, json.dumps([head, rows])]
-    subprocess.run(line, stdout=stdout, env=environment, check=True)
-    shown = os.read(terminal, 10_000)
-    os.close(stdout)
-    os.close(terminal)
-    return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()]
-
-
-def test_a_terminal_that_is_too_narrow_gets_several_lines_a_row() -> None:
-    head, rows = ("run", "state", "note"), [("runs/digits/a", "finished", "a note of many words, longer than short")]
-    assert shown_at(70, rows, head) == [  # type: ignore[arg-type]
-        "run            state     note",
-        "runs/digits/a  finished  a note of many words, longer than short",
-    ]
-    assert shown_at(30, rows, head) == [  # type: ignore[arg-type]
-        "run            state",
-        "runs/digits/a  finished",
-        "  note  a note of many words,",
-        "        longer than short",
-    ]
-    assert shown_at(20, rows, head)[:4] == ["run", "  state", "runs/digits/a", "  finished"]  # type: ignore[arg-type]
