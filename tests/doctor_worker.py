@@ -46,5 +46,6 @@ from accel_train.cli import main  # noqa: E402
 from accel_train.doctor import job  # noqa: E402
 
 if fault == "node":
-    job._driver = lambda: "NVRM version: 535.183.01"
+    job.DRIVER = folder / "driver"
+    job.DRIVER.write_text("NVRM version: 535.183.01\nGCC version: 12\n")
 sys.exit(main(words))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import signal
@@ -54,15 +53,8 @@ def versions(exam: Examination) -> Finding:
     """The same Python, packages, CUDA, driver and commit on all ranks."""
     mine = environment(exam.launch.world_size, [])
     facts = {"python": mine["python"], **mine["packages"], "CUDA": str(mine["cuda"]), "commit": str(mine["commit"])}
-    return _same(exam, facts | {"driver": _driver()}, "Activate the same environment on all nodes.")
-
-
-def _driver() -> str:
-    """What the driver of NVIDIA's GPUs says of itself; "" without one."""
-    try:
-        return DRIVER.read_text().partition("\n")[0]
-    except OSError:
-        return ""
+    facts["driver"] = DRIVER.read_text().partition("\n")[0] if DRIVER.exists() else ""
+    return _same(exam, facts, "Activate the same environment on all nodes.")
 
 
 def _same(exam: Examination, facts: Mapping[str, str], advice: str) -> Finding:
@@ -223,15 +215,12 @@ def _signal_path(exam: Examination) -> Finding:
     """SIGUSR1, which the launcher gets as well as the ranks, does not end it."""
     if not in_job() or exam.launch.local_rank != 0 or not launcher_command():
         return Finding(NA, "no launcher in a job")
-    masks = ignored_or_caught(Path(f"/proc/{parent_process()[0].pid}/status").read_text())
+    status = Path(f"/proc/{parent_process()[0].pid}/status").read_text()
+    masks = re.findall(r"Sig(?:Ign|Cgt):\s*(\w+)", status)  # of ignored and of caught signals: bit 0 is signal 1
+    survives = any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in masks)
     measured, expected = "SIGUSR1 ends the launcher, so that nothing is saved", "the launcher ignores it"
     advice = "Start it as the scripts in slurm/ do: bash -c 'trap \"\" USR1; exec accelerate launch …'"
-    return judged(bool(masks >> (signal.SIGUSR1 - 1) & 1), measured, expected, advice, otherwise=FAIL)
-
-
-def ignored_or_caught(status: str) -> int:
-    """The mask of the signals that do not end a process, from its /proc/PID/status: bit 0 is signal 1."""
-    return functools.reduce(lambda mask, bits: mask | int(bits, 16), re.findall(r"Sig(?:Ign|Cgt):\s*(\w+)", status), 0)
+    return judged(survives, measured, expected, advice, otherwise=FAIL)
 
 
 def _job_record() -> str:

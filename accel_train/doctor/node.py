@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import os
 import shutil
 import statistics
@@ -139,7 +137,7 @@ def gpu_health(exam: Examination) -> Finding:
         return Finding(WARN, found, "less than 2 GiB: the context", advice)
     if exam.launch.local_rank != 0 or shutil.which("nvidia-smi") is None:  # one process asks for all GPUs of a node
         return Finding(PASS if exam.launch.local_rank else NA, "there is no nvidia-smi")
-    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=5)
     if done.returncode:
         return Finding(NA, f"nvidia-smi failed: {one_line(done.stdout.strip(), 100)}")
@@ -147,23 +145,18 @@ def gpu_health(exam: Examination) -> Finding:
 
 
 def judged_health(table: str) -> Finding:
-    """Judge what `nvidia-smi --query-gpu=… --format=csv` has printed for QUERY."""
-    rows = list(csv.DictReader(io.StringIO(table), skipinitialspace=True))
+    """Judge what nvidia-smi has printed for QUERY: a line for each GPU."""
+    gpus = [[value.strip() for value in line.split(",")] for line in table.splitlines()]
     expected = f"no {', no '.join(QUERY.values())}"
-    known = 0
-    for gpu, row in enumerate(rows):
-        # nvidia-smi may add units to the names of the columns, and calls the slowdown by a newer name.
-        for key, value in zip(QUERY, (str(value).strip() for value in row.values()), strict=False):
-            if value.startswith("["):  # [N/A], [Not Supported]
-                continue
-            known += 1
-            if value not in ("0", "No", "Not Active"):
-                slow, found = "throttle" in key, f"GPU {gpu} of {hostname()}: {QUERY[key]} ({value})"
+    for gpu, values in enumerate(gpus):
+        for (key, trouble), value in zip(QUERY.items(), values, strict=False):
+            if value not in ("0", "No", "Not Active") and not value.startswith("["):  # [N/A], [Not Supported]
+                slow, found = "throttle" in key, f"GPU {gpu} of {hostname()}: {trouble} ({value})"
                 advice = "Look at its temperature and power." if slow else "Have it reset, or ask for another node."
                 return Finding(WARN if slow else FAIL, found, expected, advice)
-    if not known:
+    if all(value.startswith("[") for values in gpus for value in values):
         return Finding(NA, "nvidia-smi says nothing of memory and clocks", expected)
-    return Finding(PASS, counted(len(rows), "GPU"), expected)
+    return Finding(PASS, counted(len(gpus), "GPU"), expected)
 
 
 def matmul(exam: Examination) -> Finding:
