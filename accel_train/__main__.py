@@ -1,6 +1,4 @@
-import sys
-
-from accel_train.cli import main
+from accel_train.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -30,8 +30,10 @@ from accel_train.models.dropout import DropoutKeys, KeyedFunctions
 from accel_train.models.trial import Verdict, kept_buffers
 from accel_train.models.wrapping import unwrap_model
 from accel_train.optim.bitwise import seed_pass, sum_exactly
-from accel_train.optim.ema import Ema, update_ema
 from accel_train.optim.optimizer import clip_gradients, parameters_to_clip
+
+if TYPE_CHECKING:
+    from accel_train.optim.ema import Ema
 
 
 class Step:
@@ -133,6 +135,8 @@ class Step:
         if self.virtual_batches is not None:
             self.virtual_batches.end_update()
         if self.ema is not None:
+            from accel_train.optim.ema import update_ema
+
             update_ema(self.ema, self.bare_model, update)  # last, for it averages the statistics, too
         self.optimizer.zero_grad()
 

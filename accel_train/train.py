@@ -18,9 +18,9 @@ if __name__ == "__main__":
 
     if not __package__:
         sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from accel_train.cli import main
+    from accel_train.cli import program
 
-    sys.exit(main(["train", *sys.argv[1:]]))
+    program(["train", *sys.argv[1:]])
 
 import dataclasses
 import time
@@ -32,7 +32,7 @@ from accel_train import models
 from accel_train.config.schema import Config, best_metric
 from accel_train.data.loading import HeldOutCheck, start_workers_early
 from accel_train.evaluate import Batch, create_metrics
-from accel_train.launch.agreement import broadcast_from_main, naming_a_loss
+from accel_train.launch.agreement import broadcast_from_main, fail_together, naming_a_loss
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import LESS_MEMORY, memory_advice
 from accel_train.records.metrics import LOWER_IS_BETTER
@@ -43,7 +43,7 @@ from accel_train.run.observers import check_observers
 from accel_train.run.run import Run
 from accel_train.run.start import claim_directory, find_start, load_data
 from accel_train.run.stopping import StopAskedError, StopRequests
-from accel_train.training_setup import Checks, TrainingSetup, connect, create_training_setup
+from accel_train.training_setup import Checks, TrainingSetup, connect, create_training_setup, import_libraries
 
 
 def training_plan(config: Config, launch: Launch) -> str:
@@ -80,6 +80,7 @@ def train(
                 return TrainingResult(directory, True, result.get("stopped_by"), result, nothing_left=True)
             check_rest = None if checks is None or start.resumes else checks(config, launch, accelerator)
 
+            fail_together(accelerator, lambda: import_libraries(config))
             splits = load_data(config, accelerator, lambda: stop_requests.reason)
             own_metrics = create_metrics(config, accelerator, splits)
             # Tries to open the images of validation and test in the background, while the model is created.

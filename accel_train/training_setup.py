@@ -5,6 +5,7 @@ train.py trains with them, and bench measures them.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,19 +21,20 @@ from accel_train.data.loading import InputPipeline, create_input
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import Splits
-from accel_train.errors import counted
+from accel_train.errors import UserError, counted
 from accel_train.launch.accelerator import collective_seconds, create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
 from accel_train.models.dropout import convert_dropout
+from accel_train.models.factory import is_timms
 from accel_train.models.hub import Weights
+from accel_train.models.nets import TORCHVISION
 from accel_train.models.trial import Verdict, find_verdict
 from accel_train.models.weights import create_new_model
 from accel_train.models.wrapping import shard_batchnorm, unwrap_model
 from accel_train.optim.bitwise import use_deterministic_kernels, use_deterministic_layers
-from accel_train.optim.ema import Ema, create_ema
 from accel_train.optim.loss import create_checked_loss
-from accel_train.optim.optimizer import create_optimizer
+from accel_train.optim.optimizer import create_optimizer, needs_timm
 from accel_train.optim.performance import (
     prepare_compilation,
     rebuild_ddp_buckets,
@@ -44,6 +46,7 @@ from accel_train.optim.schedule import LearningRate, own_factors
 from accel_train.step import Step
 
 if TYPE_CHECKING:
+    from accel_train.optim.ema import Ema
     from accel_train.records.own_metrics import OwnMetrics
 
 
@@ -106,6 +109,28 @@ def connect(config: Config, launch: Launch) -> Accelerator:
     return accelerator
 
 
+def import_libraries(config: Config) -> None:
+    """Import timm and torchvision if settings need them. A run that needs neither saves a second or two.
+
+    Call it before data are read, so that a missing library is an error then. Raises UserError.
+    """
+    needs = (
+        ("timm", "model.name", is_timms(config.model.name)),
+        ("torchvision", "model.name", config.model.name.startswith(TORCHVISION)),
+        ("timm", "optim", needs_timm(config.optim)),
+        ("timm", "ema.enabled", config.ema.enabled),
+        ("torchvision", "augment.policy", config.augment.policy != "none"),
+    )
+    for library, option, is_needed in needs:
+        try:
+            if is_needed:
+                importlib.import_module(library)
+        except ImportError as error:
+            raise UserError(
+                f"{option}: this setting needs {library}, which cannot be imported ({error}); pip install {library}"
+            ) from error
+
+
 def create_training_setup(
     config: Config,
     launch: Launch,
@@ -132,7 +157,11 @@ def create_training_setup(
 
     # EMA and optimizer come after the move to the device, because they keep tensors, and before the wrapping, which
     # changes names. FSDP2 replaces BatchNorm's parameters: shard those before the optimizer is created.
-    ema = create_ema(config.ema, model, plan.updates_per_epoch, config.batch_size, config.epochs)
+    ema = None
+    if config.ema.enabled:
+        from accel_train.optim.ema import create_ema
+
+        ema = create_ema(config.ema, model, plan.updates_per_epoch, config.batch_size, config.epochs)
     virtual_batches = VirtualBatches(model, virtual_batch, plan.virtual_batches if config.bitwise else None)
     virtual_batches.set_calls(irregular=verdict.irregular, of_no_sample=verdict.of_no_sample)
     dropout = None if verdict.together else convert_dropout(model, config.seed)

@@ -1,5 +1,5 @@
 """The command line `accel-train COMMAND`. Only the programs themselves import this package."""
 
-from accel_train.cli.dispatch import main
+from accel_train.cli.dispatch import main, program
 
-__all__ = ["main"]
+__all__ = ["main", "program"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import io
+import os
 import shlex
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from accel_train import __version__
 from accel_train.errors import UntrustedError, UserError, nearest, print_line, print_logged
@@ -61,6 +65,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.excepthook = lambda *_: None  # no traceback
         raise KeyboardInterrupt
     return code
+
+
+def program(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command as a program: its exit code is the process's. For Python there is api.py."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    code = main(words)
+    if words[:1] in (["train"], ["evaluate"]) and may_end_at_once():
+        end_at_once(code)
+    sys.exit(code)
+
+
+TRACKERS = ("wandb", "mlflow", "tensorboard")
+
+
+def may_end_at_once() -> bool:
+    """Whether nothing needs the interpreter any more: no tracker, no code of the user's, no thread, no profiler."""
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    measured = sys.gettrace() or sys.getprofile() or (monitoring and any(map(monitoring.get_tool, range(6))))
+    threads = any(not each.daemon for each in threading.enumerate() if each is not threading.main_thread())
+    own_code = getattr(sys.modules.get("accel_train.user_code.loading"), "USED", [])
+    late = own_code or any(name in sys.modules for name in TRACKERS)  # objects of theirs may do something when deleted
+    return not (measured or threads or sys.flags.inspect or late)
+
+
+def end_at_once(code: int) -> None:
+    """Call what is registered for the exit, flush, and end the process. The interpreter would take itself apart first,
+    module by module, which lasts a second after torch was used. Returns if what was printed cannot be written."""
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # the interpreter has an exit code for it
+        return
+    os._exit(code)
 
 
 def _run(words: list[str]) -> int:

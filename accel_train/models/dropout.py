@@ -17,15 +17,14 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-import timm.layers
 import torch
 import torch.nn.functional as F
-import torchvision.ops
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from accel_train.keyed import GOLDEN, hashed, key, scramble, signed
 from accel_train.launch.compat import backward_pass
+from accel_train.models.libraries import library_layer
 
 STEPS = 65536
 """A mask compares 16 random bits with a threshold, so drop rates are multiples of 1/65536."""
@@ -318,11 +317,13 @@ def convert_dropout(model: nn.Module, seed: int) -> DropoutKeys:
     calls their dropout layer.
     """
     layers: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if type(module) in KEYED and _rate(module) > 0
+        name: module
+        for name, module in model.named_modules()
+        if keyed_class(type(module)) is not None and _rate(module) > 0
     }
     keys = DropoutKeys(seed, list(layers))
     for row, layer in enumerate(layers.values()):
-        layer.__class__ = KEYED[type(layer)]
+        layer.__class__ = keyed_class(type(layer))
         layer.keys, layer.row = keys, row
     attention: Any
     for attention in model.modules():
@@ -474,14 +475,19 @@ class _Depth(_Keyed):
         return None if mask is None else scaled(input, mask)
 
 
-KEYED: dict[type[nn.Module], type[nn.Module]] = {
-    kind: type(f"Keyed{kind.__name__}", (mixin, kind), {})
-    for kind, mixin in (
-        (nn.Dropout, _Elements),
-        (nn.Dropout2d, _Channels),
-        (nn.MultiheadAttention, _Attention),
-        (timm.layers.DropPath, _Path),
-        (torchvision.ops.StochasticDepth, _Depth),
-    )
-}
-"""The classes that `convert_dropout` replaces, and by what."""
+KEYED: dict[type[nn.Module], type[nn.Module]] = {}
+"""The classes that were replaced, and by what."""
+
+
+def keyed_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class by which `convert_dropout` replaces a layer of this class; None for layers that it does not know."""
+    mixins: dict[type[nn.Module] | None, type[_Keyed]] = {
+        nn.Dropout: _Elements,
+        nn.Dropout2d: _Channels,
+        nn.MultiheadAttention: _Attention,
+        library_layer("timm.layers", "DropPath"): _Path,
+        library_layer("torchvision.ops", "StochasticDepth"): _Depth,
+    }
+    if kind not in KEYED and (mixin := mixins.get(kind)) is not None:
+        KEYED[kind] = type(f"Keyed{kind.__name__}", (mixin, kind), {})
+    return KEYED.get(kind)

@@ -41,7 +41,7 @@ def input_size(model: Model, native: int | None, origin: Origin = NO_ORIGIN) -> 
         if model.pretrained:
             return int(published_weights(model.name).transforms().crop_size[0])
         return 224 if size_argument(model.name) else native or 224
-    if _is_timms(model.name):
+    if is_timms(model.name):
         published = _timm_config(model.name)
         if model.pretrained or published.fixed_input_size:
             return int(published.input_size[-1])
@@ -224,7 +224,7 @@ def _check_timm_name(name: str, torchvisions: list[str]) -> bool:
     return bool(_timm_config(name).has_weights)
 
 
-def _is_timms(name: str) -> bool:
+def is_timms(name: str) -> bool:
     """Whether `name` is in timm's list of models."""
     own = name in NETS or parse_reference("model.name", name) is not None
     return not own and not name.startswith(TORCHVISION) and not hub.is_hub_name(name)

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -238,8 +237,11 @@ def _prepare(model: nn.Module) -> None:
             parameter.fill_(0.1)
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):  # it would wait for the other processes
-            kind: type[nn.Module] = BatchNormAct2d if hasattr(module, "act") else nn.BatchNorm2d
-            module.__class__ = kind  # type: ignore[assignment]
+            module.__class__ = nn.BatchNorm2d  # type: ignore[assignment]
+            if hasattr(module, "act"):  # timm's, with an activation function after it
+                from timm.layers import BatchNormAct2d
+
+                module.__class__ = BatchNormAct2d
 
 
 def _verdict(base: nn.Module, images: Tensor, count: int) -> Verdict:

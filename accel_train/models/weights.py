@@ -14,10 +14,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from accelerate import Accelerator
-from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 
 from accel_train.config.schema import Config
@@ -69,6 +67,8 @@ def create_new_model(
     if not config.model.sync_batchnorm:
         return model, (), loaded
     if accelerator.device.type == "cuda":  # torch supports it only on GPUs
+        from timm.layers import convert_sync_batchnorm
+
         return convert_sync_batchnorm(model), (), loaded
     kind = accelerator.device.type
     return model, (f"model.sync_batchnorm: not available on {kind}; BatchNorm counts over virtual batches",), loaded
@@ -139,6 +139,8 @@ def _call_filter(function: Any, state: dict[str, Tensor], model: nn.Module) -> A
 
 def _adapt_channels(model: nn.Module, state: dict[str, Tensor], target: dict[str, Tensor], channels: int) -> None:
     """Adapt the first layer's weights in `state`, in place, to images of `channels`. `target`: the model's state."""
+    from timm.models import adapt_input_conv
+
     for name in (f"{layer}.weight" for layer in input_names(model)):
         if name not in state or name not in target:
             continue
@@ -150,7 +152,7 @@ def _adapt_channels(model: nn.Module, state: dict[str, Tensor], target: dict[str
             continue
         more = {} if before == 3 else {"base_chans": before}  # older versions of timm know only 3
         try:
-            state[name] = timm.models.adapt_input_conv(channels, value, **more)
+            state[name] = adapt_input_conv(channels, value, **more)
         except (NotImplementedError, TypeError, AssertionError):
             continue
 
@@ -233,11 +235,13 @@ def read_state(file: Path) -> dict[str, Tensor]:
     A .pth file may also be a checkpoint of timm's or torchvision's scripts, with the weights (if it has an EMA, those)
     in one of its entries, and their names may begin with "module.". Raises UserError.
     """
+    from timm.models import load_state_dict
+
     check_file(file)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, about files that it then refuses
-            state = timm.models.load_state_dict(str(file), weights_only=True)
+            state = load_state_dict(str(file), weights_only=True)
         tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
         odd = next((name for name, value in tensors.items() if value.is_meta or value.layout != torch.strided), None)
         if odd is not None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
@@ -100,3 +101,10 @@ def input_names(model: nn.Module) -> tuple[str, ...]:
     if names := (getattr(model, "pretrained_cfg", None) or {}).get("first_conv"):
         return (names,) if isinstance(names, str) else tuple(names)
     return tuple(name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d)))[:1]
+
+
+def broadcast_buffers(model: nn.Module) -> None:
+    """Broadcast the main process's buffers, where processes may have others (models/trial.py). Collective."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)

@@ -1,4 +1,4 @@
-"""The exponential moving average (EMA) of the weights, kept by timm."""
+"""The exponential moving average (EMA) of the weights, kept by timm. Imported only by a run that has one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -16,13 +15,11 @@ from accel_train.config.schema import Ema as EmaOptions
 
 def create_ema(
     ema: EmaOptions, model: nn.Module, updates_per_epoch: int = 1, batch_size: int = 1, epochs: float = 1
-) -> Ema | None:
-    """The EMA of the weights and buffers of `model` (unwrapped, on its device), or None if it is off.
+) -> Ema:
+    """The EMA of the weights and buffers of `model` (unwrapped, on its device).
 
     After each update call `update_ema`. Its `.module` is the averaged model.
     """
-    if not ema.enabled:
-        return None
     # torchvision's references/classification/train.py; its batch_size * world_size is batch_size here.
     scale = batch_size * ema.every_updates / epochs if ema.scale_decay else 1.0
     decay = 1 - min(1.0, (1 - ema.decay) * scale) if ema.scale_decay else ema.decay
@@ -89,10 +86,3 @@ class _Whole:
     def values(self) -> Iterator[Tensor]:
         for tensor in self.model.state_dict().values():
             yield tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def broadcast_buffers(model: nn.Module) -> None:
-    """Broadcast the main process's buffers, where processes may have others (models/trial.py). Collective."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)

@@ -1,15 +1,14 @@
-"""Optimizers, made by timm and torch, and gradient clipping: by norm, by value, or adaptive (AGC)."""
+"""Optimizers, torch's and timm's, and gradient clipping: by norm, by value, or adaptive (AGC)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from typing import Any, cast
 
 import torch
-from timm.optim import Muon, create_optimizer_v2, get_optimizer_class, get_optimizer_info, list_optimizers
-from timm.utils import dispatch_clip_grad
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -47,46 +46,28 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
             module.sparse = False
     if parse_reference("optim.name", optim.name) is not None:
         optim = _groups_alone(optim)
-    if optim.name not in list_optimizers():
-        hint = nearest(optim.name, list_optimizers(), count=5) or " For your own, write FILE.py:FUNCTION."
-        raise UserError(f"optim.name: timm has no optimizer {optim.name!r}.{hint}")
-    info = get_optimizer_info(optim.name)
-    if getattr(info, "second_order", False):
-        raise UserError(f"optim.name: {optim.name} needs second derivatives, which this trainer does not compute.")
     if optim.layer_decay is not None and not hasattr(model, "group_matcher"):
         raise UserError(
             "optim.layer_decay: only timm's models name their layers; leave it out, or choose a model of timm's."
         )
-    options: dict[str, Any] = {}
-    if optim.betas is not None:
-        if not info.has_betas or info.num_betas != len(optim.betas):
-            raise UserError(f"optim.betas: {optim.name} does not take {len(optim.betas)}; leave it out.")
-        options["betas"] = optim.betas
-    if optim.eps is not None:
-        if not info.has_eps:
-            raise UserError(f"optim.eps: {optim.name} has no eps; leave it out.")
-        options["eps"] = optim.eps
-    options |= _arguments(optim)
     try:
+        kind, number_of_betas, has_eps = _kind(optim.name)
+        options: dict[str, Any] = {}
+        if optim.betas is not None:
+            if number_of_betas != len(optim.betas):
+                raise UserError(f"optim.betas: {optim.name} does not take {len(optim.betas)}; leave it out.")
+            options["betas"] = optim.betas
+        if optim.eps is not None:
+            if not has_eps:
+                raise UserError(f"optim.eps: {optim.name} has no eps; leave it out.")
+            options["eps"] = optim.eps
+        options |= _arguments(optim)
         devices = {parameter.device.type for parameter in model.parameters()}
-        kind = get_optimizer_class(optim.name, bind_defaults=False)
         # Of the fused kernels only Adam's accepts sharded tensors.
         if kind in FUSED and devices <= set(FUSED_DEVICES) and not (sharded and kind is torch.optim.SGD):
             options["fused"] = True
-        if kind is Muon:
-            outer = (*input_names(model), *required_classifier(model, f"--optim.name {optim.name}"))
-            options["fallback_list"] = [f"{layer}.*" for layer in outer]
-            options["fallback_no_weight_decay"] = True  # timm's models list their embeddings there
-        optimizer = create_optimizer_v2(
-            model,
-            opt=optim.name,
-            lr=optim.lr,
-            weight_decay=optim.weight_decay,
-            momentum=optim.momentum,
-            filter_bias_and_bn=not optim.decay_all,
-            layer_decay=optim.layer_decay,
-            **options,
-        )
+        create = _create_timms if needs_timm(optim) else _create_torchs
+        optimizer = create(optim, model, kind, options)
         if optim.decay_all:  # also what timm's models exclude, such as position embeddings
             for group in optimizer.param_groups:
                 group["weight_decay"] = optim.weight_decay
@@ -104,6 +85,74 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
         if optim.kwargs is None:
             raise
         raise UserError(f"--optim.kwargs: {optim.name} does not take {optim.kwargs}: {error}") from error
+    return optimizer
+
+
+TORCHS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"nesterov": True}),
+    "momentum": (torch.optim.SGD, {"nesterov": False}),
+    "adam": (torch.optim.Adam, {}),
+    "adamw": (torch.optim.AdamW, {}),
+}
+"""torch's optimizers by timm's names, with what timm sets: made without timm, whose import takes a second."""
+
+
+def needs_timm(optim: Optim) -> bool:
+    """Whether timm makes the optimizer or clips the gradients."""
+    own = parse_reference("optim.name", optim.name) is not None
+    adaptive = optim.clip is not None and optim.clip_mode == "agc"
+    return adaptive or optim.layer_decay is not None or not (own or optim.name in TORCHS)
+
+
+def _kind(name: str) -> tuple[type[torch.optim.Optimizer], int, bool]:
+    """An optimizer's class, how many betas it takes, and whether it has an eps. Raises UserError for an unknown one."""
+    if name in TORCHS:
+        kind, _ = TORCHS[name]
+        return (kind, 0, False) if kind is torch.optim.SGD else (kind, 2, True)
+    from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers
+
+    if name not in list_optimizers():
+        hint = nearest(name, list_optimizers(), count=5) or " For your own, write FILE.py:FUNCTION."
+        raise UserError(f"optim.name: timm has no optimizer {name!r}.{hint}")
+    info = get_optimizer_info(name)
+    if getattr(info, "second_order", False):
+        raise UserError(f"optim.name: {name} needs second derivatives, which this trainer does not compute.")
+    return get_optimizer_class(name, bind_defaults=False), info.num_betas if info.has_betas else 0, info.has_eps
+
+
+def _create_torchs(optim: Optim, model: nn.Module, kind: type[Any], options: dict[str, Any]) -> torch.optim.Optimizer:
+    """One of `TORCHS`, with the parameter groups of timm's `create_optimizer_v2`, in its order."""
+    patterns: set[str] = getattr(model, "no_weight_decay", set)()
+    kept: list[nn.Parameter] = []
+    decayed: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_excluded = not optim.decay_all and (parameter.ndim <= 1 or name.endswith(".bias"))
+            is_excluded |= not optim.weight_decay or any(fnmatch(name, pattern) for pattern in patterns)
+            (kept if is_excluded else decayed).append(parameter)
+    both = ({"params": kept, "weight_decay": 0.0}, {"params": decayed, "weight_decay": optim.weight_decay})
+    settings = {"momentum": optim.momentum} if kind is torch.optim.SGD else {}
+    settings |= {"lr": optim.lr, "weight_decay": 0.0, **TORCHS[optim.name][1], **options}
+    return cast(torch.optim.Optimizer, kind([group for group in both if group["params"]], **settings))
+
+
+def _create_timms(optim: Optim, model: nn.Module, kind: type[Any], options: dict[str, Any]) -> torch.optim.Optimizer:
+    from timm.optim import Muon, create_optimizer_v2
+
+    if kind is Muon:
+        outer = (*input_names(model), *required_classifier(model, f"--optim.name {optim.name}"))
+        options["fallback_list"] = [f"{layer}.*" for layer in outer]
+        options["fallback_no_weight_decay"] = True  # timm's models list their embeddings there
+    optimizer = create_optimizer_v2(
+        model,
+        opt=optim.name,
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        momentum=optim.momentum,
+        filter_bias_and_bn=not optim.decay_all,
+        layer_decay=optim.layer_decay,
+        **options,
+    )
     return cast(torch.optim.Optimizer, optimizer)
 
 
@@ -218,5 +267,13 @@ def clip_gradients(optim: Optim, parameters: Sequence[nn.Parameter]) -> None:
 
     Collective if FSDP2 has split the parameters.
     """
-    if optim.clip is not None:
-        dispatch_clip_grad(parameters, optim.clip, mode=optim.clip_mode)
+    if optim.clip is None:
+        return
+    if optim.clip_mode == "norm":
+        nn.utils.clip_grad_norm_(parameters, optim.clip)
+    elif optim.clip_mode == "value":
+        nn.utils.clip_grad_value_(parameters, optim.clip)
+    else:
+        from timm.utils.agc import adaptive_clip_grad
+
+        adaptive_clip_grad(parameters, optim.clip)

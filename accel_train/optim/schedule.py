@@ -1,26 +1,21 @@
-"""Learning-rate schedules: functions of the number of updates, most of them timm's, or one of the user's own."""
+"""Learning-rate schedules: functions of the number of updates, with timm's values to the bit; or the user's own."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from array import array
-from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
 
 from accel_train.config.schema import Schedule
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.user_code.reference import Reference, parse_reference, short_name
-
-Rates = Callable[[int], list[float]]
-"""The learning rate of each of the optimizer's groups at an update, counted from 0; without their `lr_scale`."""
 
 
 class Plateau:
@@ -93,55 +88,50 @@ class LearningRate:
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])  # as torch's and timm's schedules have it
         self.base_values = [float(group["initial_lr"]) for group in optimizer.param_groups]
-        self._rates = self._create_rates()
         self.update = 0
         """The update, counted from 0, whose rates the optimizer has."""
         self.step_update(0)
 
-    def _create_rates(self) -> Rates:
-        schedule, epoch, warmup = self.schedule, self.updates_per_epoch, self.warmup
-        shared: dict[str, Any] = {"t_in_epochs": False, "warmup_t": warmup, "warmup_lr_init": schedule.warmup_lr}
-        shared["warmup_prefix"] = False
-        made: Any
-        if self.factors is not None:
-            return self._own
-        if schedule.name == "plateau":
-            return lambda t: [self._at_plateau(t, base) for base in self.base_values]
+    def _rate(self, t: int, base: float) -> float:
+        """The learning rate at update t, counted from 0, of a group whose own is `base`; without its `lr_scale`."""
+        schedule = self.schedule
         if schedule.name == "one_cycle":
-            return lambda t: [self._one_cycle(t, base) for base in self.base_values]
-        if schedule.name == "constant":
-            made = StepLRScheduler(self.optimizer, decay_t=1, decay_rate=1.0, **shared)
-        elif schedule.name == "step":
-            interval = schedule.step_epochs * epoch
-            # Asked only where epochs begin, one that was rounded up would be an epoch late; so would 0.1 * 3 > 0.3.
-            interval = interval * (1 - 1e-12) if schedule.per == "epoch" else max(round(interval), 1)
-            made = StepLRScheduler(self.optimizer, decay_t=interval, decay_rate=schedule.decay, **shared)
-        elif schedule.name == "multistep":
-            # timm applies a milestone one index early (on purpose, says its source), and an index here is an update.
-            milestones = [milestone * epoch + 1 for milestone in schedule.milestones]
-            made = MultiStepLRScheduler(self.optimizer, decay_t=milestones, decay_rate=schedule.decay, **shared)
-        else:
-            prefix = schedule.warmup_prefix
-            # At least 2: with 1 timm warns that it has no effect, and in a run of one update that is expected.
-            shared |= {"t_initial": max(self.updates - warmup if prefix else self.updates, 2), "warmup_prefix": prefix}
-            shared["lr_min"] = schedule.min_lr
-            if schedule.name == "poly":
-                made = PolyLRScheduler(self.optimizer, power=schedule.power, **shared)
-            else:
-                made = CosineLRScheduler(self.optimizer, **shared)
-        return made._get_lr  # type: ignore[no-any-return]
+            return self._one_cycle(t, base)
+        rate = base
+        if t < self.warmup:
+            rate = schedule.warmup_lr + t * ((base - schedule.warmup_lr) / self.warmup)
+        elif schedule.name in ("cosine", "poly"):
+            rate = self._falling(t, base)
+        elif schedule.name in ("step", "multistep"):
+            rate = base * schedule.decay ** self._decays(t)
+        elif schedule.name == "plateau":
+            rate = self.plateau.rate(base)
+        if self.factors is not None:
+            rate *= self.factors[min(t, len(self.factors) - 1)]  # the rates after the last update are never used
+        return rate
 
-    def _own(self, t: int) -> list[float]:
-        assert self.factors is not None
-        factor = self.factors[min(t, len(self.factors) - 1)]  # the rates after the last update are never used
-        return [(self._warm_up(t, base) if t < self.warmup else base) * factor for base in self.base_values]
+    def _falling(self, t: int, base: float) -> float:
+        """The rate of cosine and poly after the warm-up."""
+        schedule, lowest = self.schedule, self.schedule.min_lr
+        begin = self.warmup if schedule.warmup_prefix else 0
+        # At least 2, as with timm: in a run of one update the rate does not matter after that.
+        done, length = t - begin, max(self.updates - begin, 2)
+        if done >= length:
+            return lowest
+        if schedule.name == "poly":
+            return float(lowest + (base - lowest) * (1 - done / length) ** schedule.power)
+        return lowest + 0.5 * (base - lowest) * (1 + math.cos(math.pi * done / length))
 
-    def _at_plateau(self, t: int, base: float) -> float:
-        return self._warm_up(t, base) if t < self.warmup else self.plateau.rate(base)
-
-    def _warm_up(self, t: int, base: float) -> float:
-        start = self.schedule.warmup_lr
-        return start + t * (base - start) / self.warmup
+    def _decays(self, t: int) -> int:
+        """How often step and multistep have decayed the rate at update t."""
+        schedule, epoch = self.schedule, self.updates_per_epoch
+        if schedule.name == "multistep":
+            # 1 is added on both sides, as timm does: a product that was rounded up is then no update late.
+            return sum(milestone * epoch + 1 <= t + 1 for milestone in schedule.milestones)
+        interval = schedule.step_epochs * epoch
+        # Asked only where epochs begin, one that was rounded up would be an epoch late; so would 0.1 * 3 > 0.3.
+        interval = interval * (1 - 1e-12) if schedule.per == "epoch" else max(round(interval), 1)
+        return int(t // interval)
 
     def _one_cycle(self, t: int, middle: float) -> float:
         """The rate goes from warmup_lr to `middle` in the warm-up, and then to min_lr, both as a cosine, as torch's
@@ -155,9 +145,9 @@ class LearningRate:
     def step_update(self, update: int) -> None:
         """Set the learning rate of update number `update`, counted from 0."""
         self.update = update
-        rates = self._rates(update // self.interval * self.interval)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * group.get("lr_scale", 1.0)
+        update = update // self.interval * self.interval
+        for group, base in zip(self.optimizer.param_groups, self.base_values, strict=True):
+            group["lr"] = self._rate(update, base) * group.get("lr_scale", 1.0)
 
     @property
     def highest(self) -> float:

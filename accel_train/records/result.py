@@ -18,6 +18,7 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import FORMAT, learning_settings
 from accel_train.config.schema import Config, best_metric
 from accel_train.data.order.plan import Plan
+from accel_train.data.sources.files.images import png_file
 from accel_train.data.sources.splits import Splits, label_numbers
 from accel_train.errors import UserError, counted
 from accel_train.launch.environment import Launch
@@ -159,8 +160,6 @@ def example_image(splits: Splits, run: Path) -> Path | None:
         return file
     if splits.full_scale != 255 or splits.channels not in (1, 3):  # no image file has such pixels
         return None
-    from PIL import Image
-
     split = "test" if splits.test else "validation"
     written: list[Path] = []
     try:
@@ -169,8 +168,7 @@ def example_image(splits: Splits, run: Path) -> Path | None:
             names = [splits.classes[label] for label in label_numbers(source.labels[id])] or ["nothing"]
             name = re.sub(r"[^\w.-]+", "_", "-".join(names))
             path = run / FOLDER / f"{split}-{id}-is-{name[:100]}.png"
-            pixels = torch.as_tensor(source.fetch([id])[0]).cpu().permute(1, 2, 0)
-            Image.fromarray(pixels.squeeze(-1).contiguous().numpy()).save(path)
+            path.write_bytes(png_file(torch.as_tensor(source.fetch([id])[0]).cpu()))
             written.append(path)
     except (OSError, UserError):  # a full disk or an unreadable image: examples are not essential
         pass

@@ -18,6 +18,9 @@ from accel_train.errors import UserError, nearest, one_line
 from accel_train.user_code.kept import import_context
 from accel_train.user_code.reference import OBJECT, Reference, code_file, file_hash, listed
 
+USED: list[str] = []
+"""The options whose code this process has loaded."""
+
 
 def load(option: str, reference: Reference) -> Callable[..., Any]:
     """Import the code and return the callable. Raises UserError, which shows the user's line if the code raises.
@@ -25,6 +28,7 @@ def load(option: str, reference: Reference) -> Callable[..., Any]:
     The folder of a user's file is the last on Python's path then: the file can import its neighbours, but none of them
     hides an installed package. No folder of a run is on the path; see `import_context`.
     """
+    USED.append(option)
     if reference.module == OBJECT:
         from accel_train.user_code.objects import load_object
 

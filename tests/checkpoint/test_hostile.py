@@ -218,9 +218,9 @@ class Resumed:
     def restore(self) -> TrainState | None:
         """Return the restored position, after one step of the optimizer. Raises UserError."""
         optimizer = create_optimizer(self.config.optim, self.model)
-        ema = create_ema(self.config.ema, self.model)
+        ema = create_ema(self.config.ema, self.model).module if self.config.ema.enabled else None
         checkpoints = Checkpoints(
-            self.folder, self.config, self.accelerator, self.model, optimizer, samples=SAMPLES, ema=ema and ema.module
+            self.folder, self.config, self.accelerator, self.model, optimizer, samples=SAMPLES, ema=ema
         )
         position = checkpoints.restore("auto")
         for parameter in self.model.parameters():

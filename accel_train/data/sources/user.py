@@ -22,7 +22,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
@@ -220,9 +219,15 @@ def as_label(value: Any) -> Label:
     return int(value)
 
 
+def _is_pillows(image: Any) -> bool:
+    """Whether it is an image of Pillow, which whoever has one has imported."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(image, pillow.Image)
+
+
 def as_pixels(image: Any, channels: int, value_range: ValueRange | None = None) -> Tensor | None:
     """An item's image as a tensor, uint8 or float32 [C, H, W]; None if it is of another kind. Raises ImageError."""
-    if isinstance(image, Image.Image):
+    if _is_pillows(image):
         return to_tensor(image, channels, value_range)
     if not isinstance(image, Tensor) or image.ndim != 3:
         return None
@@ -414,7 +419,7 @@ def user_data(data: Data, reference: Reference) -> Splits:
         raise UserError(f"{where}: train sample 0 cannot be read: {error}.") from error
     if pixels is None:
         raise UserError(f"{where}: train sample 0 is {kind_of(image)}; {EXPECTED}.")
-    shape = None if isinstance(image, Image.Image) else pixels.shape
+    shape = None if _is_pillows(image) else pixels.shape
     if shape is not None and shape[1] != shape[2]:
         raise UserError(
             f"{where}: the images are tensors of {shape[1]}x{shape[2]} pixels; expected squares. Crop or resize them "
@@ -428,7 +433,7 @@ def user_data(data: Data, reference: Reference) -> Splits:
         for split, dataset in datasets.items()
     }
     channels = pixels.shape[0]
-    largest = largest_of_16_bits(image) if isinstance(image, Image.Image) else None
+    largest = largest_of_16_bits(image) if _is_pillows(image) else None
     is_float = pixels.is_floating_point()
     if is_float:
         mean, std = (0.0,) * channels, (1.0,) * channels

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
 from torch import Tensor
-from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment
 from accel_train.data.sources.files.images import Box, LazyImage
@@ -27,6 +26,10 @@ from accel_train.keyed import uniform, uniforms
 from accel_train.user_code.loading import load, showing_user_lines
 from accel_train.user_code.reference import parse_reference
 
+if TYPE_CHECKING:
+    from PIL import Image
+
+Step = Callable[[Tensor], Tensor]
 TRIES = 10  # attempts to draw a box inside the image, as in torchvision
 
 
@@ -53,21 +56,23 @@ class ImageTransform:
         self.short_side = augment.resize or resize_default(size)
         self.interpolation = augment.interpolation_of(training=training)
         self.decodes_smaller = training and decodes_smaller
-        crops: list[torch.nn.Module] = []
+        crops: list[Step] = []
         if self.crop == "random":
+            from torchvision.transforms import v2
+
             padding = {"padding": augment.pad or None, "padding_mode": augment.pad_mode}
             crops.append(v2.RandomCrop(size, pad_if_needed=True, **padding))
         elif self.crop == "center":
-            crops.append(v2.CenterCrop(size))
-        own: list[torch.nn.Module] = []
+            crops.append(partial(center_cropped, size=size))
+        own: list[Step] = []
         if training and augment.own != "none":
             own = [OwnTransform(augment.own)]
         # The steps of an image that was resized so.
-        self.steps = {}
+        self.steps: dict[str, list[Step]] = {}
         for mode in ("bilinear", "bicubic") if self.interpolation == "random" else (self.interpolation,):
             drawn = "random" if augment.timm_policy and self.interpolation == "random" else mode
             steps = image_steps(augment, size, drawn, mean) if training else []
-            self.steps[mode] = torch.nn.Sequential(*crops, *steps, *own)
+            self.steps[mode] = [*crops, *steps, *own]
         self.is_random = training and augment.draws_globally
 
     def __call__(self, images: Sequence[Tensor | LazyImage], keys: Tensor) -> Tensor:
@@ -81,7 +86,8 @@ class ImageTransform:
             for index, (image, mode, word) in enumerate(zip(decoded, modes, keys.tolist(), strict=True)):
                 if self.is_random:
                     seed_generators(word)
-                image = self.steps[mode](image)
+                for step in self.steps[mode]:
+                    image = step(image)
                 if batch is None:
                     batch = image.new_empty((len(images), self.size, self.size, len(image)))
                 batch[index] = (image.flip(flips[index]) if flips[index] else image).permute(1, 2, 0)
@@ -178,24 +184,22 @@ def _size(image: Tensor | LazyImage) -> tuple[int, int]:
 # They are torchvision's or timm's code. They draw from global generators: ImageTransform seeds them for each image.
 
 
-AUTOAUGMENT = {
-    "autoaugment": v2.AutoAugmentPolicy.IMAGENET,
-    "autoaugment_cifar10": v2.AutoAugmentPolicy.CIFAR10,
-    "autoaugment_svhn": v2.AutoAugmentPolicy.SVHN,
-}
+AUTOAUGMENT = {"autoaugment": "IMAGENET", "autoaugment_cifar10": "CIFAR10", "autoaugment_svhn": "SVHN"}
 RESAMPLING = {"bilinear": 2, "bicubic": 3}  # PIL's numbers
 
 
-def image_steps(augment: Augment, size: int, interpolation: str, mean: tuple[float, ...]) -> list[torch.nn.Module]:
+def image_steps(augment: Augment, size: int, interpolation: str, mean: tuple[float, ...]) -> list[Step]:
     """The steps on a tensor uint8 [C, size, size], of which each returns such a tensor; [] if there are none.
 
     They turn and shift PIL images with `interpolation` (or random), as torchvision's training script does: its tensors
     cannot be turned bicubically. torchvision's AugMix computes with tensors in any case, and so bilinearly.
     `mean`: of each channel, 0 to 1.
     """
-    mode = v2.InterpolationMode("bilinear" if interpolation == "random" else interpolation)
     if augment.policy == "none":
         return []
+    from torchvision.transforms import v2
+
+    mode = v2.InterpolationMode("bilinear" if interpolation == "random" else interpolation)
     if augment.policy == "augmix":
         return [v2.AugMix()]
     if augment.timm_policy:
@@ -204,11 +208,13 @@ def image_steps(augment: Augment, size: int, interpolation: str, mean: tuple[flo
         return _of_pil(v2.RandAugment(augment.randaugment_ops, augment.randaugment_magnitude, interpolation=mode))
     if augment.policy == "trivialaugment":
         return _of_pil(v2.TrivialAugmentWide(interpolation=mode))
-    return _of_pil(v2.AutoAugment(AUTOAUGMENT[augment.policy], mode))
+    return _of_pil(v2.AutoAugment(v2.AutoAugmentPolicy[AUTOAUGMENT[augment.policy]], mode))
 
 
-def _of_pil(step: torch.nn.Module) -> list[torch.nn.Module]:
+def _of_pil(step: Any) -> list[Step]:
     """The step, of PIL images, as steps of tensors."""
+    from torchvision.transforms import v2
+
     return [v2.ToPILImage(), step, v2.PILToTensor()]
 
 
@@ -237,6 +243,8 @@ def _timm_policy(augment: Augment, size: int, interpolation: str, mean: tuple[fl
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     """timm's, which keeps 0 bits at some strengths: Pillow before 13 made the image black, Pillow 13 refuses."""
+    from PIL import ImageOps
+
     return ImageOps.posterize(image, bits) if bits in range(1, 8) else image.point(lambda value: value * (bits > 0))
 
 
@@ -336,3 +344,14 @@ def resized(image: Tensor, height: int, width: int, interpolation: str = "biline
     # image[None] would not count as channels last, and interpolate would copy the pixels twice.
     batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
     return F.interpolate(batch, (height, width), mode=interpolation, antialias=True)[0]
+
+
+def center_cropped(image: Tensor, size: int) -> Tensor:
+    """The middle of `image`, [C, H, W], as [C, size, size]; zeros around one that is smaller. As torchvision's."""
+    height, width = image.shape[1:]
+    if height < size or width < size:
+        down, across = max(size - height, 0), max(size - width, 0)
+        image = F.pad(image, (across // 2, (across + 1) // 2, down // 2, (down + 1) // 2))
+        height, width = image.shape[1:]
+    top, left = round((height - size) / 2), round((width - size) / 2)
+    return image[:, top : top + size, left : left + size]

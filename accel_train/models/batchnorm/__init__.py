@@ -11,7 +11,7 @@ processes, and over all calls of a layer that a forward pass calls several times
 that gradient checkpointing repeats.
 """
 
-from accel_train.models.batchnorm.layers import VIRTUAL, has_batchnorm
+from accel_train.models.batchnorm.layers import has_batchnorm, virtual_class
 from accel_train.models.batchnorm.virtual_batches import VirtualBatches
 
-__all__ = ["VIRTUAL", "VirtualBatches", "has_batchnorm"]
+__all__ = ["VirtualBatches", "has_batchnorm", "virtual_class"]

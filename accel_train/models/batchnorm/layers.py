@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 from accel_train.launch.compat import backward_pass
 from accel_train.models.batchnorm.normalise import is_fused, normalise, per_channel
+from accel_train.models.libraries import library_layer
 
 
 @dataclass
@@ -44,6 +44,8 @@ class VirtualBatchNorm:
     """Means and variances of calls with several virtual batches, [virtual batches, channels], that wait, too."""
     of_no_sample = False
     """Whether its values are the same for any samples, such as learned prototypes."""
+    activates = False
+    """Whether it is timm's, with an activation function after it."""
 
     def forward(self: Any, values: Tensor) -> Tensor:
         """The same as BatchNorm's, for values [samples * k, channels, ...] of k rows of each sample."""
@@ -54,7 +56,7 @@ class VirtualBatchNorm:
             normalised = self._normalise_together(values)
         else:
             normalised = self._normalise_batches(values, window.virtual_batch * (len(values) // window.samples))
-        if isinstance(self, BatchNormAct2d):  # timm's, with an activation function after it
+        if self.activates:
             normalised = self.act(self.drop(normalised))
         return cast(Tensor, normalised)
 
@@ -160,13 +162,18 @@ def _is_recomputation() -> bool:
     return backward_pass() is not None
 
 
-VIRTUAL: dict[type[nn.Module], type[nn.Module]] = {
-    kind: type(f"Virtual{kind.__name__}", (VirtualBatchNorm, kind), {})
-    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, BatchNormAct2d)
-}
-"""The classes that `VirtualBatches` replaces, and by what."""
+VIRTUAL: dict[type[nn.Module], type[nn.Module]] = {}
+"""The classes that were replaced, and by what."""
+
+
+def virtual_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class by which `VirtualBatches` replaces a BatchNorm of this class; None for other layers."""
+    activates = kind is library_layer("timm.layers", "BatchNormAct2d")
+    if kind not in VIRTUAL and (activates or kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+        VIRTUAL[kind] = type(f"Virtual{kind.__name__}", (VirtualBatchNorm, kind), {"activates": activates})
+    return VIRTUAL.get(kind)
 
 
 def has_batchnorm(model: nn.Module) -> bool:
     """Whether the model has a BatchNorm that `VirtualBatches` would convert."""
-    return any(type(module) in VIRTUAL for module in model.modules())
+    return any(virtual_class(type(module)) is not None for module in model.modules())

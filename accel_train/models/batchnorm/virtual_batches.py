@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_train.models.batchnorm.layers import VIRTUAL, Window
+from accel_train.models.batchnorm.layers import Window, virtual_class
 
 
 class VirtualBatches:
@@ -28,7 +28,7 @@ class VirtualBatches:
         It assigns `__class__`, as optim/performance.py does: references to a module, hooks and parameters stay valid
         (tests/models/test_batchnorm.py).
         """
-        self.modules = [module for module in model.modules() if type(module) in VIRTUAL]
+        self.modules = [module for module in model.modules() if virtual_class(type(module)) is not None]
         self.tracked: list[Any] = [module for module in self.modules if module.track_running_stats]
         first = self.tracked[0].running_mean if self.tracked else torch.empty(0)
         self._virtual_batch, self.window = virtual_batch, Window(virtual_batch)
@@ -40,7 +40,7 @@ class VirtualBatches:
         self._exact = exact
         self._rows: list[Tensor] = []  # in place of the sums: what will be summed exactly
         for module in self.modules:
-            module.__class__ = VIRTUAL[type(module)]
+            module.__class__ = virtual_class(type(module))  # type: ignore[assignment]
             module.window = self.window  # type: ignore[assignment]
         self._forget_calls()
         # A momentum of None is a mean over all updates in which the layer was called.

@@ -23,7 +23,7 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.files.images import ImageError, LazyImage
 from accel_train.data.sources.load import Source, load_splits
-from accel_train.data.transforms.image import ImageTransform, crop_boxes, resized_to_short_side
+from accel_train.data.transforms.image import ImageTransform, center_cropped, crop_boxes, resized_to_short_side
 from accel_train.data.transforms.parameters import resize_default
 from accel_train.errors import UserError
 from accel_train.keyed import hashed, key
@@ -332,3 +332,9 @@ def test_a_policy_is_torchvisions_with_the_images_key_as_its_seed(
             with torch.random.fork_rng():
                 torch.manual_seed(word)
                 assert torch.equal(ours, F.pil_to_tensor(transform(F.to_pil_image(image))))
+
+
+@pytest.mark.parametrize("size", [1, 10, 11, 12, 24, 40, 91])
+def test_the_middle_is_torchvisions(size: int) -> None:
+    for image in IMAGES:
+        assert torch.equal(center_cropped(image, size), v2.functional.center_crop(image, [size, size]))
