@@ -21,7 +21,6 @@ def build(folder: Path) -> Path:
         copy = shutil.copytree if path.is_dir() else shutil.copy2
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         copy(path, source / name)
-    (source / "slurm" / "site.sh").write_text("export SBATCH_ACCOUNT=mine\n")  # what only this user may see
     _run(sys.executable, "-c", "from setuptools.build_meta import build_sdist; build_sdist('dist')", cwd=source)
     (sdist,) = (source / "dist").iterdir()
     unpacked = folder / "unpacked"

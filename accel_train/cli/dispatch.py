@@ -27,7 +27,7 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "track": ("track", "send a run's curves to TensorBoard, W&B or MLflow"),
     "runs": ("runs", "list runs: state, epoch, accuracy, age, owner"),
     "doctor": ("doctor", "check nodes, data and job limits before a long run"),
-    "meet": ("meet", "wait for the other hosts before the launcher, and name the missing"),
+    "after-job": ("after_job", "decide what a job script does after its training"),
     "bench": ("recipes", "measure how close the trainer comes to the device's limit"),
     "preview": ("recipes", "write a picture of the images that the model will see"),
     "find-lr": ("recipes", "train with growing learning rates, and draw the loss over them"),

@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.errors import UserError, counted, print_line
 from accel_train.files import atomic_write
-from accel_train.starter import RECIPE, starter_files
+from accel_train.starter import GITIGNORE, RECIPE, starter_files
 from accel_train.untrusted import read_regular_file
 
 
@@ -35,7 +35,10 @@ def init(arguments: Sequence[str]) -> int:
     """Run `accel-train init`; return the exit code."""
     options, _ = parse_command(Init, arguments, "accel-train init", positional=("dir",))
     folder = options.dir.expanduser()
-    contents = {folder / name: read_regular_file(path, follow=True) for name, path in starter_files().items()}
+    files = starter_files()
+    if os.path.lexists(folder / GITIGNORE):
+        del files[GITIGNORE]
+    contents = {folder / name: read_regular_file(path, follow=True) for name, path in files.items()}
     if different := [str(path) for path, content in contents.items() if _differs(path, content)]:
         raise UserError(
             f"accel-train init: nothing was written, because these exist and differ from what would be written: "
@@ -54,7 +57,9 @@ def init(arguments: Sequence[str]) -> int:
     environment = _link_environment(folder)
     print_line(f"{folder}: wrote {counted(len(new), 'file')}; {len(contents) - len(new)} were there already")
     print_line("  accelerate_configs/   where to train: devices, processes, precision")
-    print_line("  slurm/  pbs/          job scripts; copy a file of slurm/sites/ to slurm/site.sh and edit it")
+    print_line(
+        "  slurm/  pbs/          job scripts; edit the first lines and the block ENVIRONMENT of the one that you use"
+    )
     print_line(f"  {RECIPE}           what to learn, with an explanation of each option")
     if environment:
         print_line(f"  .venv                 a link to {environment}, which the job scripts activate")
@@ -78,6 +83,6 @@ def _link_environment(folder: Path) -> str | None:
         return None
     try:
         link.symlink_to(sys.prefix)
-    except OSError:  # a file system without links: the user sets site_environment in slurm/site.sh
+    except OSError:  # a file system without links: the user activates it in the job script
         return None
     return sys.prefix

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from accel_train.cli.table import print_table
-from accel_train.cluster.scheduler import LOOK_SECONDS, states_of
+from accel_train.cluster.scheduler import LOOK_SECONDS, answers, states_of
 from accel_train.cluster.submission import LISTS, RECIPE, is_job, job_of_run, jobs_of_folder, newest
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import MAX_BYTES
@@ -36,7 +36,8 @@ class Runs(CommandOptions):
 
     A run is "running", "finished", "interrupted" (saved; the same command continues it), "failed", or "stale": its
     process died, or has given no sign of life for two minutes. The next start takes over a stale run. "job" is the
-    state of a run's job in Slurm or PBS. Runs of `accel-train submit` are listed before they have begun.
+    state of a run's job in Slurm or PBS; "forgotten": it has ended, some time ago. Runs of `accel-train submit` are
+    listed before they have begun.
     """
 
     dir: Annotated[Positional[Path], arg(metavar="[DIR]")] = Path("runs")
@@ -94,6 +95,9 @@ def _job_states(found: Sequence[Run]) -> list[str]:
         print_line(f"accel-train runs: without the states of jobs: {error}", sys.stderr)
         return []
     known = [newest(numbers, states) for numbers in jobs]
+    for place, (run, numbers) in enumerate(zip(found, jobs, strict=True)):
+        if numbers and not known[place][1] and run.state != "finished" and answers(numbers[-1]):
+            known[place] = (numbers[-1], "forgotten")
     return [f"{state} {job}".strip() for job, state in known] if any(state for _, state in known) else []
 
 

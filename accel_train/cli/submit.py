@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shlex
 import shutil
 import signal
@@ -29,7 +28,7 @@ class Submit(CommandOptions):
     Options of train (--epochs, --data.root, …) change the recipe of all, and words after -- are options of sbatch or
     qsub: accel-train submit digits --seeds 0-4 --over optim.lr=0.1,0.01 -- --time=1:00:00 --gpus-per-node=1. All
     options are checked before anything is queued. The same command again queues what has neither finished nor is in
-    the queue. Each element is requeued by itself (docs/clusters.md).
+    the queue. Each element is requeued by itself (docs/clusters.md). Your own copy of the job script is the last word.
     """
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
@@ -37,7 +36,8 @@ class Submit(CommandOptions):
     seeds: str | None = None
     """The seeds: 0-4, or 1,2,7-9; default: the recipe's."""
     over: tuple[str, ...] = ()
-    """Settings to vary, each KEY=VALUE,VALUE,…; of several all combinations. A comma in a value is written \\,"""
+    """Settings to vary, each KEY=VALUE,VALUE,…; of several all combinations. A comma in a value is written \\, and
+    nodes=1,2,4 is the same run on so many nodes."""
     output_dir: Path | None = None
     """Folder of the runs; default: runs/RECIPE/submit-HASH, the same for the same command."""
     scheduler: Literal["slurm", "pbs"] | None = None
@@ -57,11 +57,13 @@ def submit(arguments: Sequence[str]) -> int:
     for word in for_scheduler:
         if scheduler.reserved.match(word):
             raise UserError(f"{word}: accel-train submit sets this option of {scheduler.program} itself; leave it out.")
-    script = Path(os.environ.get("ACCEL_TRAIN_ROOT") or ".").absolute() / scheduler.script
+    own = for_scheduler[-1:] if for_scheduler and Path(for_scheduler[-1]).is_file() else []
+    for_scheduler = for_scheduler[: len(for_scheduler) - len(own)]
+    script = Path(*own or [scheduler.script]).absolute()
     if not script.is_file():
         raise UserError(
-            f"no {script}: run accel-train submit in the folder that has slurm/ and pbs/, or set ACCEL_TRAIN_ROOT to "
-            f"it.{how_to_get(scheduler.script)}"
+            f"no {script}: run accel-train submit in the folder that has slurm/ and pbs/, or name your own job script "
+            f"last, after --.{how_to_get(scheduler.script)}"
         )
     elements = elements_of(options.recipe, rest, options.seeds, options.over)
     folder = (options.output_dir.expanduser() if options.output_dir else _default_folder(elements)).absolute()
@@ -94,6 +96,8 @@ def divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(word)
         elif word != "--over":
             over.append(word)
+    if "--over" in arguments[:end]:
+        over = over or [""]  # which is refused
     return [*words, *(["--over", *over] if over else [])], [*arguments[end + 1 :]]
 
 

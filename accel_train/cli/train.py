@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 from accel_train.cli.common import importing
 from accel_train.cli.doctor import checks_of_start
 from accel_train.data.sources.root import check_root
-from accel_train.errors import UnsavedError, print_line
-from accel_train.launch.environment import INTERRUPTED, at_terminal, prepare_environment
+from accel_train.errors import UnsavedError, UserError, print_line
+from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process, prepare_environment
 from accel_train.launch.parent import record_stop_signal, recorded, stop_signals
+from accel_train.launch.process import CODE, start_folder, tell_job_script
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -22,9 +25,16 @@ def train(arguments: Sequence[str]) -> int:
         return 0
     # From here on a warning is recorded, even one that is ignored, as SIGUSR1 is under the job scripts.
     before = {number: signal.signal(number, record_stop_signal) for number in stop_signals()}
+    code = 1
     try:
-        return _train(arguments)
+        code = _train(arguments)
+        return code
+    except UserError as error:
+        code = error.code
+        raise
     finally:
+        if code or is_first_process():  # launchers turn each code into 1
+            tell_job_script(CODE, code)
         for number, handler in before.items():
             signal.signal(number, handler)
         recorded.clear()
@@ -33,7 +43,15 @@ def train(arguments: Sequence[str]) -> int:
 def _train(arguments: Sequence[str]) -> int:
     from accel_train.config.options import parse
 
+    start = start_folder()
+    job = "" if start is None else start.parent.name
+    if arguments and arguments[0].endswith(".jsonl"):
+        from accel_train.cluster.submission import words_of_element
+
+        arguments = [*words_of_element(Path(arguments[0]), job), *arguments[1:]]
     config = parse(arguments)
+    if job and config.output_dir is None:  # a job that is started again finds its run
+        config = dataclasses.replace(config, output_dir=Path("runs", config.recipe, f"job-{job}"))
     if config.config_only:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… --config-only | head` ends quietly
     # Before torch is imported, because torch reads some of these variables.

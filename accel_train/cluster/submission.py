@@ -2,7 +2,7 @@
 
 FOLDER/ELEMENT/                 the directory of one run
 FOLDER/ELEMENT/recipe.yaml      all of its settings, as they were checked
-FOLDER/ELEMENT/slurm/job        the job that has begun it last, or that will continue it; the job scripts write it
+FOLDER/ELEMENT/slurm/job        the job that owns it, or that will continue it
 FOLDER/jobs/NAME.jsonl          the elements of the job or array NAME, one a line: line 0 is that of index 0
 FOLDER/jobs/NAME.id             its number in the batch system
 
@@ -29,7 +29,7 @@ from accel_train.errors import UserError, writing
 from accel_train.files import atomic_write, open_to_write
 from accel_train.ownership.generation import read_result
 from accel_train.ownership.owner import has_owner
-from accel_train.untrusted import read_json_lines, read_regular_file
+from accel_train.untrusted import is_file_name, read_json_lines, read_regular_file
 
 RECIPE, LISTS = "recipe.yaml", "jobs"
 JOB = re.compile(r"\d{1,18}(_\d{1,18})?|\d{1,18}(\[\d{0,18}\])?\.[A-Za-z0-9][A-Za-z0-9.-]{0,200}")
@@ -100,7 +100,7 @@ def queue(
                 lines = [json.dumps({"name": element.name, "options": element.options}) for element in part]
                 atomic_write(path, "\n".join(lines) + "\n")
                 try:
-                    printed = ask(*words, keep_open=(lock,))  # 5.server, or of Slurm 123;cluster
+                    printed = ask(*words, keep_open=(lock,), shown=True)  # 5.server, or of Slurm 123;cluster
                 except UserError as error:
                     raise UserError(f"{error}{f' Queued before: {numbers}.' * bool(numbers)}") from error
                 numbers.append(printed.strip().partition(";")[0])
@@ -115,11 +115,13 @@ def jobs_to_queue(
 
     The list's name is that of the job: 15 characters, which every PBS accepts. Raises UserError.
     """
-    for first in range(0, len(elements), scheduler.most):
-        part = elements[first : first + scheduler.most]
-        recipe = re.sub(r"[^A-Za-z0-9]", "", part[0].config.recipe)[:8]
-        path = folder / LISTS / f"{recipe if recipe[:1].isalpha() else 'train'}-{uuid.uuid4().hex[:6]}.jsonl"
-        yield part, path, scheduler.command(path.stem, path, len(part), script, options)
+    for nodes in dict.fromkeys(element.nodes for element in elements):  # all elements of an array have as many
+        alike = [element for element in elements if element.nodes == nodes]
+        for first in range(0, len(alike), scheduler.most):
+            part = alike[first : first + scheduler.most]
+            recipe = re.sub(r"[^A-Za-z0-9]", "", part[0].config.recipe)[:8]
+            path = folder / LISTS / f"{recipe if recipe[:1].isalpha() else 'train'}-{uuid.uuid4().hex[:6]}.jsonl"
+            yield part, path, scheduler.command(path.stem, path, len(part), script, options, nodes)
 
 
 def jobs_of_folder(folder: Path) -> dict[str, list[str]]:
@@ -131,6 +133,21 @@ def jobs_of_folder(folder: Path) -> dict[str, list[str]]:
             job = f"{number}_{index}" if of_slurm_array else number.replace("[]", f"[{index}]")
             jobs.setdefault(name, []).append(job)
     return jobs
+
+
+def words_of_element(path: Path, job: str) -> list[str]:
+    """Return the words with which a job (123, 123_4, 5.server, 5[4].server) trains its element of the list `path`:
+    line 4 if it is number 4 of an array, else line 0. Raises UserError."""
+    index = re.search(r"_(\d+)$|\[(\d+)\]", job)
+    number = int(index[1] or index[2]) if index else 0
+    try:
+        name = [str(line.get("name")) for line in read_json_lines(path)][number]
+    except (OSError, IndexError):
+        name = ""
+    if not is_file_name(name):
+        raise UserError(f"{path} has no element in line {number + 1}: submit it again with accel-train submit.")
+    folder = path.parent.parent / name
+    return [str(folder / RECIPE), "--output-dir", str(folder)]
 
 
 def job_of_run(run: Path) -> list[str]:

@@ -27,7 +27,7 @@ from accel_train.launch.process import hostname
 from accel_train.untrusted import read_regular_file, read_yaml
 
 LAUNCHER_CONFIG = "ACCEL_TRAIN_LAUNCHER_CONFIG"
-"""Names a config file of Accelerate's. slurm/common.sh sets it for processes without a launcher."""
+"""Names a config file of Accelerate's. The job scripts set it for processes without a launcher."""
 NEED_LAUNCHER = ("use_deepspeed", "use_megatron_lm", "tpu")
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 

@@ -214,7 +214,7 @@ def _check_promise(launch: Launch, env: Mapping[str, str]) -> None:
         raise UserError(
             f"srun started {launchers} launchers, but this one knows of {group_size}, so each would train alone. "
             "Give accelerate launch --multi_gpu, --num_machines, --machine_rank, --main_process_ip and "
-            "--main_process_port, as slurm/multi_node.sbatch does." + how_to_get("slurm/multi_node.sbatch"),
+            "--main_process_port, as slurm/train.sbatch does." + how_to_get("slurm/train.sbatch"),
             every_process=False,
         )
 
@@ -238,7 +238,7 @@ def _rendezvous_address(launch: Launch, env: Mapping[str, str]) -> tuple[str, in
     else:  # mpirun may start the ranks of other hosts, and only these, through a step
         part = zlib.crc32(env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", "")).encode())
     # Below 32768, where Linux begins to assign ports itself. A job that is started again takes a different port, as in
-    # slurm/common.sh, because it may have failed because its port was taken.
+    # slurm/train.sbatch, because it may have failed because its port was taken.
     number = int(job[0]) if job else 0
     return address, 20000 + (number + 2003 * part + 1009 * _number(env, "SLURM_RESTART_COUNT", "0")) % 10000
 

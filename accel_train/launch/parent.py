@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from accel_train.launch.process import WARNED, start_folder
 from accel_train.untrusted import read_regular_file, read_yaml
 
 LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
@@ -27,16 +28,9 @@ MULTI_CPU does not (accelerate_configs/multi_cpu.yaml)."""
 
 
 def parent_process() -> tuple[psutil.Process, list[str]]:
-    """The process that started this one, and the words of its command line; slurm/rank.sh between them is skipped.
-
-    Raises psutil.Error.
-    """
+    """The process that started this one, and the words of its command line. Raises psutil.Error."""
     parent = psutil.Process(os.getppid())
-    command = parent.cmdline()
-    if any(word.endswith("slurm/rank.sh") for word in command):
-        parent = psutil.Process(parent.ppid())
-        command = parent.cmdline()
-    return parent, command
+    return parent, parent.cmdline()
 
 
 @dataclass(frozen=True)
@@ -228,10 +222,10 @@ def recorded_stop_signal() -> str:
     return signal.Signals(recorded[-1]).name if recorded else ""
 
 
-def signal_to_job_script() -> str:
-    """The name of the warning that the job script received during this start of the job, or ""."""
-    start = os.environ.get("ACCEL_TRAIN_START", "")
-    return "SIGUSR1" if start and Path(start, "warned").exists() else ""
+def warning_to_job_script() -> str:
+    """What to call the warning that the job script has noted during this start of the job; "" if there was none."""
+    start = start_folder()
+    return "the warning before the job's end" if start is not None and (start / WARNED).exists() else ""
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import multiprocessing
@@ -29,6 +30,30 @@ def job_id() -> str:
     if "SLURM_ARRAY_JOB_ID" in os.environ:  # SLURM_JOB_ID of one element is the number of the whole array
         return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', 0)}"
     return os.environ.get("SLURM_JOB_ID", os.environ.get("PBS_JOBID", ""))
+
+
+WARNED, ENDED, CODE, RUN, NODES = "warned", "ended", "exit-code", "run", "nodes"
+"""What is in `start_folder`: written by the script when the batch system warns of the job's end and when it ends the
+job; by the first process that has ended, its exit code; by the run's owner, the run's folder; an empty file for each
+node that a task has reached."""
+MARKER = "REQUEUE"
+"""A file there, and in the run's folder, that asks the job script to start the run again. It says the update."""
+
+
+def start_folder() -> Path | None:
+    """The folder through which a job script and its training talk, one for each start of the job; None without one.
+
+    It is runs/starts/JOB/TIME, where JOB is the job, or under PBS the first of a chain of jobs.
+    """
+    folder = os.environ.get("ACCEL_TRAIN_START", "")
+    return Path(folder) if folder else None
+
+
+def tell_job_script(name: str, text: object) -> None:
+    """Write a file for the job script, unless there is one already. Nothing fails if it cannot be written."""
+    if (folder := start_folder()) is not None:
+        with contextlib.suppress(OSError), open_to_write(folder / name, "xb") as file:
+            file.write(f"{text}\n".encode(errors="surrogateescape"))
 
 
 def available_cores() -> int:

@@ -16,7 +16,8 @@ from typing import Any
 
 from accel_train.config.schema import Config, to_yaml
 from accel_train.errors import UserError, print_line
-from accel_train.files import open_to_write
+from accel_train.files import atomic_write, open_to_write
+from accel_train.launch.process import MARKER, RUN, job_id, start_folder, tell_job_script
 from accel_train.ownership.lease import Lease, LostError, cannot_be_written, make_directory
 from accel_train.records.model_info import FILE, ModelInfo
 from accel_train.records.provenance import references
@@ -31,7 +32,6 @@ from accel_train.untrusted import (
 from accel_train.user_code.kept import FOLDER, keep_code
 
 DAMAGED = "metrics.damaged.jsonl"
-MARKER = "REQUEUE"  # a file that asks the job script to start the run again
 STATUS_SECONDS = 2.0  # status.json is not rewritten more often than this
 
 
@@ -175,6 +175,8 @@ class RunDirectory:
 
         `update`: of the checkpoint from which the run will resume.
         """
+        if self.writes:
+            tell_job_script(MARKER, update)  # in the folder of this start, which no other has
         return self._replace(MARKER, f"{update}\n")  # replaced: a full disk would leave an empty file
 
     @property
@@ -205,10 +207,19 @@ class RunDirectory:
             return False
 
 
-def remove_requeue_marker(run: Path) -> None:
-    """Remove the file with which an earlier start asked to be started again."""
+def begin_start(run: Path) -> None:
+    """Remove the file with which an earlier start asked to be started again, and note which job trains the run now."""
     with contextlib.suppress(OSError):  # the directory of a finished run may be read-only
         (run / MARKER).unlink()
+    if start_folder() is None:
+        return
+    tell_job_script(RUN, run.absolute())
+    with contextlib.suppress(OSError):
+        folder = run / "slurm"
+        if folder.is_symlink():  # the run may be somebody else's: nothing is written where a link leads
+            folder.unlink()
+        folder.mkdir(exist_ok=True)
+        atomic_write(folder / "job", job_id() + "\n", durable=False)
 
 
 def _json(value: Any, indent: int | None = None) -> str:

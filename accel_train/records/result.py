@@ -23,6 +23,7 @@ from accel_train.data.sources.splits import Splits, label_numbers
 from accel_train.errors import UserError, counted
 from accel_train.launch.environment import Launch
 from accel_train.launch.parent import LAUNCHERS, launcher_command
+from accel_train.launch.process import start_folder
 from accel_train.records.cost import cost_text
 from accel_train.records.metrics import Evaluation, figures_for, headlines
 from accel_train.user_code.reference import GIVEN
@@ -185,11 +186,11 @@ def resume_command(launch: Launch, run: Path, *options: str) -> str:
         return f"the same call of train, with output_dir={str(run)!r}{words}"
     recipe = shlex.join([f"{run}/config.yaml", "--output-dir", str(run), *options])
     program = f"python -m accel_train.train {recipe}"
-    if {"RUN", "ACCEL_TRAIN_ROOT"} <= os.environ.keys():  # slurm/common.sh sets them for all programs that it starts
+    if start_folder() is not None:  # a job script started it; accel-train after-job knows more
         if "PBS_JOBID" in os.environ:
             option = "-V" if "'" in recipe else "-v TRAIN"  # qsub -v turns quotes into backslashes
             return f"TRAIN={shlex.quote(recipe)} qsub {option} … pbs/train.pbs"
-        return f"sbatch … slurm/NAME.sbatch {recipe}"
+        return f"sbatch … slurm/train.sbatch {recipe}"
     if launch.launcher == "none":
         return f"{typed_program()} train {recipe}"
     if launch.launcher in ("accelerate", "torchrun"):

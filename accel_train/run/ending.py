@@ -22,10 +22,10 @@ from accel_train.errors import UnsavedError, UserError, counted
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.parent import FROM_LAUNCHER, other_agents_restart
 from accel_train.launch.precision import precision
-from accel_train.launch.process import ranges
+from accel_train.launch.process import MARKER, ranges
 from accel_train.ownership.lease import Lease
 from accel_train.records.cost import cost_of
-from accel_train.records.directory import MARKER, RunDirectory
+from accel_train.records.directory import RunDirectory
 from accel_train.records.events import Ended, Noted, Warned
 from accel_train.records.result import example_image, final_figures, next_steps, result_of, stopped_text
 from accel_train.run.run import Run

@@ -24,7 +24,7 @@ from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.schedule import check_schedule
 from accel_train.ownership.claim import Claim, claim_run
 from accel_train.ownership.lease import Lease
-from accel_train.records.directory import remove_requeue_marker
+from accel_train.records.directory import begin_start
 from accel_train.records.model_info import FILE, ModelInfo, read_model_info
 from accel_train.records.provenance import code_facts
 from accel_train.records.summary import check_best_metric
@@ -81,7 +81,7 @@ def claim_directory(config: Config, accelerator: Accelerator, stopped: Callable[
     claim = Claim(config.output_dir, stopped, recipe=config.recipe, take_over=config.take_over)
     lease = claim_run(accelerator, claim)
     if accelerator.is_main_process:
-        remove_requeue_marker(lease.directory)
+        begin_start(lease.directory)
     return lease
 
 

@@ -27,7 +27,7 @@ from accel_train.errors import UserError, print_line
 from accel_train.launch.accelerator import connecting
 from accel_train.launch.compat import set_collective_timeout
 from accel_train.launch.environment import in_job
-from accel_train.launch.parent import record_stop_signal, recorded_stop_signal, signal_to_job_script, stop_signals
+from accel_train.launch.parent import record_stop_signal, recorded_stop_signal, stop_signals, warning_to_job_script
 
 Batch = TypeVar("Batch")
 
@@ -66,7 +66,7 @@ class StopRequests:
                 "train was called in a thread, but Python gives signals to the main thread only: call it there."
             )
         self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, *stop_signals())}
-        self.reason = self.reason or recorded_stop_signal() or signal_to_job_script()
+        self.reason = self.reason or recorded_stop_signal() or warning_to_job_script()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -153,6 +153,7 @@ class StopRequests:
             self.request_save()
         if _remove(self.run / "STOP"):
             self.reason = "the file STOP"
+        self.reason = self.reason or warning_to_job_script()
 
     def ask(self, reason: str) -> None:
         """Ask for a stop, unless this process does already."""

@@ -35,7 +35,7 @@ from accel_train.errors import UserError, print_line, reason_of
 from accel_train.launch.accelerator import collective_seconds
 from accel_train.launch.compat import set_collective_timeout
 from accel_train.launch.parent import FROM_LAUNCHER
-from accel_train.launch.process import has_ended, hostname, write_stacks
+from accel_train.launch.process import CODE, has_ended, hostname, tell_job_script, write_stacks
 from accel_train.records.directory import RunDirectory
 from accel_train.run.progress_store import End, Progress, ProgressStore
 from accel_train.run.stopping import LAUNCHER_DEATH, StopRequests
@@ -219,6 +219,7 @@ class Watchdog:
         for worker in multiprocessing.active_children():  # a worker that hangs would outlive this process
             worker.kill()
         self.run.lease.release_within(RELEASE_SECONDS)
+        tell_job_script(CODE, 1)
         os._exit(1)
 
     # The following methods run in the main thread.

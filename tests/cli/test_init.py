@@ -37,15 +37,17 @@ def test_it_writes_the_files_of_the_repository_and_a_recipe(tmp_path: Path, caps
     assert link.is_symlink() == (sys.prefix != sys.base_prefix)
     assert not link.exists() or link.resolve() == Path(sys.prefix).resolve()
     expected = {f"{top}/{name}": content for top in FOLDERS for name, content in contents(helpers.ROOT / top).items()}
-    expected.pop("slurm/site.sh", None)
-    assert len(expected) > 20
-    assert without_environment(folder) == expected | {"recipe.yaml": RECIPE.read_bytes()}
+    assert len(expected) > 12
+    ignored = RECIPE.with_name("gitignore").read_bytes()
+    assert without_environment(folder) == expected | {"recipe.yaml": RECIPE.read_bytes(), ".gitignore": ignored}
+    (folder / ".gitignore").write_text("mine")
     assert main(["init", str(folder)]) == 0
     assert "wrote 0 files; " in capsys.readouterr().out
     (folder / "recipe.yaml").unlink()
     assert main(["init", str(folder)]) == 0
     assert "wrote 1 file; " in capsys.readouterr().out
     assert (folder / "recipe.yaml").read_bytes() == RECIPE.read_bytes()
+    assert (folder / ".gitignore").read_text() == "mine"
 
 
 def test_the_next_line_can_be_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,23 +60,23 @@ def test_the_next_line_can_be_typed(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_files_that_differ_are_named_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "slurm").mkdir()
-    (tmp_path / "slurm" / "common.sh").write_text("mine")
+    (tmp_path / "slurm" / "train.sbatch").write_text("mine")
     (tmp_path / "recipe.yaml").symlink_to("nowhere")
     before = sorted(map(str, tmp_path.rglob("*")))
     assert main(["init", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    for name in ("slurm/common.sh", "recipe.yaml"):
+    for name in ("slurm/train.sbatch", "recipe.yaml"):
         assert f"{tmp_path / name}," in line or f"{tmp_path / name}." in line
     assert line.count(str(tmp_path)) == 2 and "nothing was written" in line
     assert sorted(map(str, tmp_path.rglob("*"))) == before
-    assert (tmp_path / "slurm" / "common.sh").read_text() == "mine"
+    assert (tmp_path / "slurm" / "train.sbatch").read_text() == "mine"
 
 
 def test_a_disk_that_is_full_leaves_whole_files(tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
 
     def small_files() -> None:  # as on a full disk: the largest of the files does not fit
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))
 
     done = subprocess.run(
         [sys.executable, "-m", "accel_train", "init", str(tmp_path)],

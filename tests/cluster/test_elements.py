@@ -14,7 +14,7 @@ import pytest
 
 from accel_train.cluster.elements import elements_of
 from accel_train.cluster.scheduler import Pbs, Slurm
-from accel_train.cluster.submission import jobs_of_folder, newest
+from accel_train.cluster.submission import jobs_of_folder, jobs_to_queue, newest, words_of_element
 from accel_train.config.options import parse
 from accel_train.config.schema import to_yaml
 from accel_train.errors import UserError
@@ -41,7 +41,7 @@ ODD = ["a b", "it's", 'a"b', "a,b", "$HOME", "`id`", "a=b", "{1: 2}", "é*?", "-
 
 @pytest.mark.parametrize("value", ODD)
 def test_any_value_is_kept_and_no_name_needs_a_quote(value: str, tmp_path: Path) -> None:
-    """The element's recipe has the value; the line of the list has a name that bash finds without quotes."""
+    """The element's recipe has the value; its name, which a shell does not change, is found in the list."""
     text = "data.root=" + value.replace(",", "\\,")
     (element,) = elements_of("digits", [], None, [text])
     assert str(element.config.data.root) == value and len(element.name) < 170
@@ -52,11 +52,14 @@ def test_any_value_is_kept_and_no_name_needs_a_quote(value: str, tmp_path: Path)
     (folder / "jobs").mkdir(parents=True)
     lines = [json.dumps({"name": name, "options": element.options}) for name in ("other", element.name)]
     (folder / "jobs" / "x.jsonl").write_text("\n".join(lines) + "\n")
-    done = subprocess.run(
-        ["bash", "-c", f'source {ROOT}/slurm/common.sh; find_element "$1" 1; echo "$element"', "job",
-         str(folder / "jobs" / "x.jsonl")], capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout == f"{folder}/{element.name}\n"
+    recipe, option, run = words_of_element(folder / "jobs" / "x.jsonl", "12_1")
+    assert (recipe, option, run) == (f"{run}/recipe.yaml", "--output-dir", f"{folder}/{element.name}")
+    assert words_of_element(folder / "jobs" / "x.jsonl", "5[1].server")[2] == run
+    assert words_of_element(folder / "jobs" / "x.jsonl", "5.server")[2] == f"{folder}/other"
+    (folder / "jobs" / "x.jsonl").write_text('{"name": "../../elsewhere"}\n')
+    for job in ("12", "12_1"):
+        with pytest.raises(UserError, match="has no element in line"):
+            words_of_element(folder / "jobs" / "x.jsonl", job)
 
 
 def test_values_that_look_alike_have_different_names() -> None:
@@ -101,20 +104,23 @@ def test_settings_that_only_fit_together_are_accepted() -> None:
         (["--epoch", "3"], "--epoch: unknown option (command line). Did you mean 'epochs'?"),
         (["--config-only"], "--config-only: an option of one start, not of submitted runs; leave it out."),
         (["--", "--array=0-3"], "--array=0-3: accel-train submit sets this option of sbatch itself; leave it out."),
+        (["--over", ""], "--over: expected KEY=VALUE,VALUE, such as optim.lr=0.1,0.01, found ''."),
+        (["--over"], "--over: expected KEY=VALUE,VALUE, such as optim.lr=0.1,0.01, found ''."),
         (["--", "-a", "0-3"], "-a: accel-train submit sets this option of sbatch itself; leave it out."),
     ],
 )  # fmt: skip
 def test_each_mistake_is_one_line(words: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "slurm").symlink_to(ROOT / "slurm")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "sbatch").write_text(f"#!/bin/sh\ntouch {tmp_path}/queued\n")
     (tmp_path / "bin" / "sbatch").chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "ACCEL_TRAIN_ROOT": str(ROOT)}
+    environment = os.environ | {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
     done = subprocess.run(
         [sys.executable, "-m", "accel_train", "submit", "digits", *words], capture_output=True, text=True,
         cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"accel-train: error: {message}\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "slurm"]
 
 
 def test_a_seed_that_the_shell_should_have_replaced_is_told_what_to_do() -> None:
@@ -130,20 +136,6 @@ def test_a_thousand_elements_are_checked_in_seconds() -> None:
     found = elements_of("digits", [], "0-99", ["optim.lr=" + ",".join(f"0.{n}" for n in range(11, 21))])
     assert len({element.name for element in found}) == len({element.recipe for element in found}) == 1000
     assert time.process_time() - began < 15  # 48 s if each were parsed by itself
-
-
-def test_each_element_of_an_array_has_a_port_of_its_own(tmp_path: Path) -> None:
-    def port(**variables: str) -> int:
-        script = f"source {ROOT}/slurm/common.sh; find_port"
-        done = subprocess.run(
-            ["bash", "-c", script], env={"PATH": os.environ["PATH"], **variables}, capture_output=True
-        )
-        return int(done.stdout)
-
-    slurm = [port(SLURM_JOB_ID=job, SLURM_ARRAY_JOB_ID="40", SLURM_ARRAY_TASK_ID=index)
-             for job, index in (("41", "0"), ("40", "1"))]  # fmt: skip
-    pbs = [port(PBS_JOBID=f"40[{index}].server", PBS_ARRAY_INDEX=index) for index in ("0", "1")]
-    assert len({*slurm}) == len({*pbs}) == 2
 
 
 def test_numbers_of_elements(tmp_path: Path) -> None:
@@ -168,3 +160,29 @@ def test_the_users_variables_reach_a_job_of_pbs_beside_ours(tmp_path: Path) -> N
         Pbs().command("n", tmp_path / "it's.jsonl", 2, tmp_path / "s", [])
     assert "--array=0-1" in Slurm().command("n", tmp_path / "n.jsonl", 2, tmp_path / "s", [])
     assert not any("array" in word for word in Slurm().command("n", Path("n.jsonl"), 1, tmp_path / "s", []))
+
+
+def test_the_same_run_on_several_numbers_of_nodes(tmp_path: Path) -> None:
+    """Elements of an array share one number of nodes, so each number is a job or an array of its own."""
+    found = elements_of("digits", [], "0-1", ["nodes=1,2"])
+    assert [(element.name, element.nodes) for element in found] == [
+        ("nodes=1_seed=0", 1), ("nodes=2_seed=0", 2), ("nodes=1_seed=1", 1), ("nodes=2_seed=1", 2),
+    ]  # fmt: skip
+    jobs = [*jobs_to_queue(tmp_path, found, Slurm(), tmp_path / "my.sbatch", ["--array=%1", "--time=9"])]
+    assert [[element.name for element in part] for part, _, _ in jobs] == [
+        ["nodes=1_seed=0", "nodes=1_seed=1"], ["nodes=2_seed=0", "nodes=2_seed=1"],
+    ]  # fmt: skip
+    assert all("--array=0-1%1" in words and "--array=%1" not in words for _, _, words in jobs)
+    assert [[word for word in words if word.startswith("--nodes")][-1] for _, _, words in jobs] == [
+        "--nodes=1",
+        "--nodes=2",
+    ]
+    chunks = ["-l", "select=1:ncpus=4", "-J%3"]
+    pbs = [words for _, _, words in jobs_to_queue(tmp_path, found, Pbs(), tmp_path / "my.pbs", chunks)]
+    assert ["select=1:ncpus=4" in pbs[0], "select=2:ncpus=4" in pbs[1]] == [True, True]
+    assert all("0-1%3" in words for words in pbs)
+    with pytest.raises(UserError, match=r"--over nodes: give -l select=1"):
+        [*jobs_to_queue(tmp_path, found, Pbs(), tmp_path / "my.pbs", [])]
+    for wrong in (["nodes=0"], ["nodes=1,two"], ["nodes="], ["nodes=1", "nodes=2"]):
+        with pytest.raises(UserError, match=r"--over: .*nodes"):
+            elements_of("digits", [], None, wrong)

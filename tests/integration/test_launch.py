@@ -89,8 +89,8 @@ PTY = STEP | {"SLURM_PTY_PORT": "40123", "SLURM_TASK_PID": "7"}
     [
         ([Ancestor(8, [STEPD.format(0), ""])], PTY, TASK),  # srun in a shell of srun --pty
         ([Ancestor(8, [STEPD.format("12+1")])], PTY, TASK),
-        ([Ancestor(7, ["bash", "rank.sh"]), Ancestor(8, [STEPD.format(0)])], STEP, TASK),
-        ([Ancestor(7, ["bash", "rank.sh"], owns_terminal=True), Ancestor(8, [STEPD.format(0)])], PTY, TASK),
+        ([Ancestor(7, ["bash", "job.sh"]), Ancestor(8, [STEPD.format(0)])], STEP, TASK),
+        ([Ancestor(7, ["bash", "job.sh"], owns_terminal=True), Ancestor(8, [STEPD.format(0)])], PTY, TASK),
         ([Ancestor(7, ["/bin/bash", "-l"], owns_terminal=True), Ancestor(8, [STEPD.format(0)])], PTY, Launch()),
         ([Ancestor(7, ["-bash"], owns_terminal=True)], PTY, Launch()),  # slurmstepd is hidden
         ([Ancestor(6, ["-bash"], owns_terminal=True)], PTY, TASK),  # that is another shell

@@ -11,7 +11,7 @@ from accel_train.launch.environment import Launch, at_terminal
 from accel_train.records.result import resume_command
 
 RECIPE = "runs/a/config.yaml --output-dir runs/a"
-JOB = {"RUN": "/runs/a", "ACCEL_TRAIN_ROOT": "/src"}
+JOB = {"ACCEL_TRAIN_START": "/src/runs/starts/7/now"}
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,14 @@ JOB = {"RUN": "/runs/a", "ACCEL_TRAIN_ROOT": "/src"}
         (Launch("torchrun", 0, 4, 0, 2), {}, f"torchrun … -m accel_train.train {RECIPE}, and so on each host"),
         (Launch("srun", 0, 4, 0, 2), {}, f"srun --ntasks=4 … python -m accel_train.train {RECIPE}"),
         (Launch("Open MPI", 0, 4, 0, 2), {}, f"mpirun -n 4 … python -m accel_train.train {RECIPE}"),
-        (Launch("srun", 0, 4, 0, 2), {**JOB, "SLURM_JOB_ID": "7"}, f"sbatch … slurm/NAME.sbatch {RECIPE}"),
+        (Launch("srun", 0, 4, 0, 2), {**JOB, "SLURM_JOB_ID": "7"}, f"sbatch … slurm/train.sbatch {RECIPE}"),
         (Launch(), {**JOB, "PBS_JOBID": "7"}, f"TRAIN='{RECIPE}' qsub -v TRAIN … pbs/train.pbs"),
     ],
 )
 def test_each_launcher(
     launch: Launch, variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RUN", "ACCEL_TRAIN_ROOT", "PBS_JOBID"):
+    for name in ("ACCEL_TRAIN_START", "PBS_JOBID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

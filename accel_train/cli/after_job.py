@@ -1,0 +1,175 @@
+"""`accel-train after-job`: what a job script does when its training has ended. It imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from accel_train.cluster.scheduler import Job, Pbs, Slurm
+from accel_train.cluster.submission import words_of_element
+from accel_train.config.options import CommandOptions, parse_command
+from accel_train.errors import UserError, counted, print_line
+from accel_train.files import open_to_write
+from accel_train.launch.environment import allocated_hosts
+from accel_train.launch.process import CODE, ENDED, MARKER, NODES, RUN, WARNED, job_id, start_folder
+from accel_train.untrusted import is_number, read_json_lines, read_regular_file
+
+REQUEUES = "requeues"
+"""A file in RUN/slurm with the update of each stop after which the job script has started the run again."""
+VARIABLES = ("ACCELERATE_CONFIG", "PROCESSES_PER_NODE", "MASTER_ADDR", "MASTER_PORT", "MAX_REQUEUES", "DOCTOR",
+             "LEAD_SECONDS")  # fmt: skip
+"""Those of the job scripts that a user may set (docs/clusters.md); no other's value is printed, which may be secret."""
+KILLED = 143  # the exit code of a job that the batch system has ended
+
+
+@dataclass(frozen=True)
+class AfterJob(CommandOptions):
+    """Decide what a job script does after its training; slurm/*.sbatch and pbs/train.pbs call it.
+
+    accel-train after-job CODE -- RECIPE [--key value …], with the exit code of srun and the words of the training. It
+    prints one line for the script: requeue, or resubmit with the words of qsub, or end with an exit code. On stderr it
+    says why, and how a person continues the run. The script's variable ACCEL_TRAIN_START names the folder in which the
+    training has left its own exit code, the file REQUEUE and the nodes that it has reached.
+    """
+
+    code: Annotated[Positional[int], arg(metavar="CODE")]
+    """The exit code of the program that the job script has started."""
+
+
+def after_job(arguments: Sequence[str]) -> int:
+    """Run `accel-train after-job`; return the exit code."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options, _ = parse_command(AfterJob, arguments[:end], "accel-train after-job", positional=("code",))
+    start = start_folder()
+    if start is None:
+        raise UserError("accel-train after-job: ACCEL_TRAIN_START is not set; the job scripts set it.")
+    print_line(_After(start, [*arguments[end + 1 :]]).decide(options.code), wraps=False)
+    return 0
+
+
+class _After:
+    """A job whose training has ended."""
+
+    def __init__(self, start: Path, words: list[str]) -> None:
+        self.start = start
+        self.scheduler = Pbs() if "PBS_JOBID" in os.environ else Slurm()
+        self.job: Job = self.scheduler.job(job_id(), words, os.environ)
+        if words and words[0].endswith(".jsonl"):
+            words = words_of_element(Path(words[0]), start.parent.name)
+        self.words = words
+
+    def decide(self, code: int) -> str:
+        """Return the line for the script, and say on stderr what it means."""
+        own, update = _read(self.start / CODE), _read(self.start / MARKER)
+        code = int(own) if own.isdigit() else code
+        if (self.start / ENDED).exists():
+            _say(f"the batch system has ended this job, and may start it again. If it does not: {self._again()}")
+            return f"end {KILLED}"
+        if not update:
+            self._explain(code)
+            if code == 0:
+                shutil.rmtree(self.start.parent, ignore_errors=True)  # also of starts that were lost
+            return f"end {code}"
+        self._warn_of_short_lead()
+        given = os.environ.get("MAX_REQUEUES", "")
+        stops, most = self._count_stops(update), int(given) if given.isdigit() else 3
+        if stops > most:
+            _say(
+                f"error: stopped {counted(stops, 'time')} in a row at update {update}, without progress: not "
+                f"started again. Give the job more time ({self.scheduler.more_time}), or find out why an update takes "
+                f"so long. Then: {self._again()}"
+            )
+            return "end 1"
+        if not self.job.may_requeue:
+            _say(f"error: saved at update {update}, but this job may not be requeued. To continue: {self._again()}")
+            return "end 1"
+        if isinstance(self.scheduler, Slurm):
+            _say(f"interrupted and saved at update {update}: requeueing")
+            return "requeue"
+        _say(f"interrupted and saved at update {update}: submitting again. If that fails: {self._again()}")
+        return shlex.join(["resubmit", " ".join(self.job.variables), *self.job.options])
+
+    @property
+    def run(self) -> Path | None:
+        """The run that this start has owned, or that it was refused; None if it has not begun."""
+        if owned := _read(self.start / RUN):
+            return Path(owned)
+        for before, word in zip(["", *self.words], self.words, strict=False):
+            if before == "--output-dir" or word.startswith("--output-dir="):
+                return Path(word.removeprefix("--output-dir=")).absolute()
+        recipe = Path(self.words[0]).stem if self.words else ""
+        return Path("runs", recipe, f"job-{self.start.parent.name}").absolute()
+
+    def _count_stops(self, update: str) -> int:
+        """Note the stop at this update; return how many of the latest stops in a row were at it."""
+        if self.run is None:
+            return 1
+        path = self.run / "slurm" / REQUEUES
+        found = [*_read(path).split(), update]
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with open_to_write(path, "ab") as file:
+                file.write(f"{update}\n".encode())
+        except OSError as error:
+            _say(f"warning: {path} cannot be written ({error}): stops without progress are not counted")
+        return next((i for i, other in enumerate(reversed(found)) if other != update), len(found))
+
+    def _explain(self, code: int) -> None:
+        """Say what is known of a start that asks for nothing."""
+        reached = {path.name for path in (self.start / NODES).glob("*")}
+        if absent := [node for node in allocated_hosts(os.environ) if node not in reached]:
+            _say(
+                f"no task could write to {self.start} on {', '.join(absent)}: are these nodes up, and can they see it?"
+            )
+        if code == 0:
+            return
+        if code != 2:
+            todo = f"To continue the run: {self._again()}"
+        elif self.run is not None and (self.run / "config.yaml").is_file():
+            todo = "Correct what it says. To continue the run with the settings that it had before: "
+            todo += self._again([f"{self.run}/config.yaml"])
+        else:  # once refused, the same words would be refused again
+            todo = "Correct what it says and submit the job again: no run has begun that could be continued."
+        _say(f"failed with exit code {code}. Look for the first error above. {todo}")
+
+    def _warn_of_short_lead(self) -> None:
+        """Warn if the time between the warning and the job's end was short for a save."""
+        warned, run = self.start / WARNED, self.run
+        if run is None or not warned.exists() or self.job.ends is None:
+            return
+        lead = self.job.ends - warned.stat().st_mtime
+        lines = read_json_lines(run / "metrics.jsonl", "checkpoint")
+        save = max((line["seconds"] for line in lines if is_number(line.get("seconds"))), default=0)
+        if 2 * save > lead:
+            longer = self.scheduler.longer_warning(int(4 * save) + 1)
+            _say(f"warning: a save takes {save:.0f} s, the warning came {lead:.0f} s before the end: {longer}")
+
+    def _again(self, words: Sequence[str] | None = None) -> str:
+        """Return what a person types to continue the run, in this folder's shell, as a job like this one."""
+        words = [*(self.words if words is None else words)]
+        given = any(word == "--output-dir" or word.startswith("--output-dir=") for word in words)
+        words += [] if given or self.run is None else ["--output-dir", str(self.run)]
+        known = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+        if known.get("DOCTOR") == "print":  # its default
+            del known["DOCTOR"]
+        return f"cd {shlex.quote(str(Path.cwd()))} && {self.scheduler.again(self.job, words, known)}"
+
+
+def _say(text: str) -> None:
+    print_line(f"[{time.strftime('%H:%M:%S')}] after-job: {text}", sys.stderr, wraps=False)
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_regular_file(path).decode(errors="replace").strip()
+    except OSError:
+        return ""
