@@ -20,13 +20,12 @@ import yaml
 from test_slurm import PATH, Cluster, local_cluster
 
 pytestmark = [*test_slurm.pytestmark, pytest.mark.slow]
-OPTIONS = ("--", "--cpus-per-task=1", "--time=30")
+OPTIONS = ("--", "--cpus-per-task=1", "--time=30", str(test_slurm.ROOT / "slurm" / "train.sbatch"))
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with local_cluster() as started:
-        (started.directory / "slurm").symlink_to(test_slurm.ROOT / "slurm")
         yield started
 
 
@@ -165,10 +164,10 @@ def test_what_slurm_or_the_program_refuses_queues_nothing(cluster: Cluster) -> N
     wrong = accel_train(cluster, *words, "--over", "optim.lr=0.1,fast", *OPTIONS, code=2)
     assert wrong == "accel-train: error: --optim.lr: expected a number, found 'fast' (--over).\n"
     assert not (cluster.directory / "refused").exists()
-    slurm = accel_train(cluster, *words, *OPTIONS, "--partition=nowhere", code=2)
+    slurm = accel_train(cluster, *words, *OPTIONS[:-1], "--partition=nowhere", OPTIONS[-1], code=2)
     assert slurm.count("\n") == 1 and "sbatch has failed (exit code 1); it says:" in slurm and "partition" in slurm
     assert queued(cluster, "") == before
-    accel_train(cluster, *words, *OPTIONS, "--hold")  # as it should be
+    accel_train(cluster, *words, *OPTIONS[:-1], "--hold", OPTIONS[-1])  # as it should be
     listed = table(accel_train(cluster, "runs", "refused"))
     assert {line[0] + line[1] + line[2] for line in listed.values()} == {"notbegunqueued"}
     cluster.command("scancel", next(cluster.directory.glob("refused/jobs/*.id")).read_text().strip())
