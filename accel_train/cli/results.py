@@ -1,11 +1,11 @@
-"""`accel-train report`."""
+"""Commands that write what a run has come to: `accel-train report`, `export` and `track`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
@@ -14,7 +14,7 @@ from accel_train.cli.runs import run_folders
 from accel_train.cli.table import print_table
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import not_a_run
-from accel_train.errors import print_line
+from accel_train.errors import UserError, print_line
 from accel_train.launch.environment import prepare_environment
 
 
@@ -80,4 +80,78 @@ def report(arguments: Sequence[str]) -> int:
     print_line(f"report: {result.path}")
     if result.csv is not None:
         print_line(f"numbers: {result.csv}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Export(CommandOptions):
+    """Write a run's model for other programs: weights, class names and preprocessing, in one folder.
+
+    The export is then loaded and compared with the run on images of its data, as tensors and from files. If they
+    disagree, the exit code is 1. docs/export.md has a script that needs only onnxruntime, NumPy and Pillow.
+    """
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    format: Literal["timm", "onnx", "pt2"] | None = None
+    """timm: a directory for timm.create_model; onnx: ONNX; pt2: torch.export. It must be given."""
+    output: Path | None = None
+    """Folder to write; default: RUN/export-FORMAT. It may hold an earlier export, which is replaced."""
+    checkpoint: Path | None = None
+    """best (by --best-metric on the validation split), last, or a checkpoint such as update-00001234; default: last,
+    the final model, or the newest checkpoint of a run that has not finished."""
+    weights: Literal["model", "ema"] | None = None
+    """Which weights; default: the EMA if the run has one."""
+    trust_code: bool = False
+    """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
+
+    def mistakes(self) -> list[str]:
+        return not_a_run(self.run)
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Run `accel-train export`; return the exit code."""
+    options, _ = parse_command(Export, arguments, "accel-train export", positional=("run",))
+    if options.format is None:
+        raise UserError("--format is missing; choose timm, onnx or pt2.")
+    launch = prepare_environment()
+    with importing(str(options.run)):
+        from accel_train.export.export import export
+
+    result = export(
+        launch,
+        options.run,
+        options.format,
+        output=options.output,
+        checkpoint=options.checkpoint,
+        weights=options.weights,
+        trust_code=options.trust_code,
+    )
+    print_line(f"export: {result.folder}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Track(CommandOptions):
+    """Send a run's curves, settings and result to a tracker, for example if the run trained without a network.
+
+    No step is sent twice. To send new steps, run the command again, even while the run is training.
+    """
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    to: Literal["tensorboard", "wandb", "mlflow"] | None = None
+    """The tracker."""
+
+    def mistakes(self) -> list[str]:
+        missing = ["--to: name the tracker: tensorboard, wandb or mlflow."] if self.to is None else []
+        return [*not_a_run(self.run), *missing]
+
+
+def track(arguments: Sequence[str]) -> int:
+    """Run `accel-train track`; return the exit code."""
+    options, _ = parse_command(Track, arguments, "accel-train track", positional=("run",))
+    with importing(str(options.run)):
+        from accel_train.records.trackers import track
+    print_line(track(options.run, str(options.to)))
     return 0
