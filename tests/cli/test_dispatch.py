@@ -102,7 +102,7 @@ def test_help_lists_each_command_with_a_line() -> None:
         (["train", "digits", "--data.root", "x"], "--data.root x: --data.name is digits, which come with the package "
          "and are not read from there. For your own data give its kind, too: --data.name folder."),
         (["train", "digits", "--data.name", "csv", "--data.root", "no.csv"],
-         "--data.root no.csv cannot be read (No such file or directory); name a CSV file."),
+         "--data.root no.csv does not exist; name a CSV file."),
         (["train", "digits", "--data.name", "tar", "--data.root", "no.tar"],
          "--data.root no.tar does not exist; name a tar file or a folder of them."),
         (["recipes", "no_such_one"], "unknown recipe 'no_such_one'. `accel-train recipes` lists the recipes; "
