@@ -144,7 +144,7 @@ def end_of_job() -> float | None:
 def signal_of_job(exam: Examination) -> Finding:
     """Before the time limit the training gets a signal, early enough for a save, and the job is requeued."""
     setting, path = _signal_setting(exam), _signal_path(exam)
-    return path if path.status == FAIL and setting.status != FAIL else setting
+    return path if path.status == FAIL and setting.status in (PASS, NA) else setting  # else no USR1 would come
 
 
 @on_main

@@ -285,6 +285,11 @@ def test_a_job_that_may_not_be_requeued_or_saves_too_late(
     monkeypatch.setenv("SBATCH_SIGNAL", "USR1@120")
     program(tmp_path, "scontrol", "echo JobId=7 Requeue=1")
     assert job.signal_of_job(examined).status == PASS
+    with monkeypatch.context() as deadly:
+        deadly.setattr(job, "_signal_path", lambda _: Finding(FAIL, "SIGUSR1 ends the launcher"))
+        assert has(job.signal_of_job(examined), FAIL, "ends the launcher")
+        deadly.delenv("SBATCH_SIGNAL")
+        assert has(job.signal_of_job(examined), WARN, "no --signal")  # nor would the launcher get one
     program(tmp_path, "scontrol", "echo JobId=7 Requeue=0")
     assert has(job.signal_of_job(examined), WARN, "may not be requeued", "--requeue")
     monkeypatch.setenv("ACCEL_TRAIN_LEAD_SECONDS", "120")  # of pbs/train.pbs
