@@ -21,6 +21,7 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.sources.files.images import png_file
 from accel_train.data.sources.splits import Splits, label_numbers
 from accel_train.errors import UserError, counted
+from accel_train.files import open_to_write
 from accel_train.launch.environment import Launch
 from accel_train.launch.parent import LAUNCHERS, launcher_command
 from accel_train.launch.process import start_folder
@@ -169,7 +170,8 @@ def example_image(splits: Splits, run: Path) -> Path | None:
             names = [splits.classes[label] for label in label_numbers(source.labels[id])] or ["nothing"]
             name = re.sub(r"[^\w.-]+", "_", "-".join(names))
             path = run / FOLDER / f"{split}-{id}-is-{name[:100]}.png"
-            path.write_bytes(png_file(torch.as_tensor(source.fetch([id])[0]).cpu()))
+            with open_to_write(path, "wb") as file:
+                file.write(png_file(torch.as_tensor(source.fetch([id])[0]).cpu()))
             written.append(path)
     except (OSError, UserError):  # a full disk or an unreadable image: examples are not essential
         pass

@@ -64,8 +64,8 @@ def test_all_are_found_and_can_be_left_out(data: Data, tmp_path: Path, processes
 def test_settings_of_a_run_do_not_hide_images(data: Data, tmp_path: Path) -> None:
     (tmp_path / "old").write_text("train/cat/3.jpg\n")
     limited = replace(data, train_limit=10, test_fraction=0.1, skip_unreadable=tmp_path / "old")
-    assert len(check_data(limited, output=tmp_path / "old", processes=1).unreadable) == 4
-    assert (tmp_path / "old").read_text().splitlines()[1:] == EXPECTED
+    assert len(check_data(limited, output=tmp_path / "new", processes=1).unreadable) == 4
+    assert (tmp_path / "new").read_text().splitlines()[1:] == EXPECTED
 
 
 def test_a_clean_folder_gives_an_empty_list(data: Data, tmp_path: Path, capsys) -> None:

@@ -46,7 +46,7 @@ def test_traceback_is_an_option_of_every_command() -> None:
     [
         ["--help"], ["train", "--help"], ["evaluate", "--help"], ["predict", "-h"], ["recipes", "--help"],
         ["check-data", "--help"], ["init", "--help"], ["bench", "--help"], ["recipes"], ["runs", "--help"],
-        ["completion", "--help"], ["meet", "--help"], ["submit", "--help"],
+        ["completion", "--help"], ["after-job", "--help"], ["submit", "--help"],
         ["shards", "--help"],
     ],
 )  # fmt: skip

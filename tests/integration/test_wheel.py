@@ -33,7 +33,7 @@ def test_the_wheel_has_the_files_of_the_checkout_but_not_of_the_site(installed: 
     with zipfile.ZipFile(archive) as opened:
         prefix = "accel_train/starter/"
         names = {name.removeprefix(prefix) for name in opened.namelist() if name.startswith(prefix)}
-    assert names == {*starter_files(), "__init__.py"}
+    assert names == {name.removeprefix(".") for name in starter_files()} | {"__init__.py"}
 
 
 @pytest.mark.slow

@@ -151,5 +151,5 @@ def test_a_resume_compares_the_updates_that_are_done(tmp_path: Path, capsys: pyt
     code, said = train("1 / epochs", "--epochs", 3)
     assert code == 2 and "epochs" in said and "--allow-change" in said, said
     code, said = train("1 / epochs", "--epochs", 3, "--allow-change", "epochs")
-    assert code == 0 and "mine.py:factor now ends at epoch 3" in said, said
+    assert code == 0 and "the learning rate goes from 0.05 to 0.0167" in said, said
     assert train("0.9", "--epochs", 3, "--allow-change", "epochs", "schedule.name")[0] == 0
