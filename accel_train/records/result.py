@@ -170,8 +170,8 @@ def example_image(splits: Splits, run: Path) -> Path | None:
             names = [splits.classes[label] for label in label_numbers(source.labels[id])] or ["nothing"]
             name = re.sub(r"[^\w.-]+", "_", "-".join(names))
             path = run / FOLDER / f"{split}-{id}-is-{name[:100]}.png"
-            with open_to_write(path, "wb") as file:
-                file.write(png_file(torch.as_tensor(source.fetch([id])[0]).cpu()))
+            with open_to_write(path, "wb") as opened:
+                opened.write(png_file(torch.as_tensor(source.fetch([id])[0]).cpu()))
             written.append(path)
     except (OSError, UserError):  # a full disk or an unreadable image: examples are not essential
         pass

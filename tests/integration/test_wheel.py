@@ -69,8 +69,8 @@ def test_a_user_s_own_model_data_and_loss_train_beside_the_wheel(installed: Path
         assert done.returncode == 0, done.stderr
     weights = [folder / "runs" / name / "model.safetensors" for name in ("accelerate", "accel-train")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    done = in_folder(folder, "accel-train", "evaluate", run)
+    done = in_folder(folder, "accel-train", "evaluate", run, "--trust-code", "true")
     assert done.returncode == 0, done.stderr
     assert "nets.py:two_layers on arrows.py:data test, 200 images" in done.stdout
-    done = in_folder(folder, "accel-train", "predict", run, f"{run}/examples")
+    done = in_folder(folder, "accel-train", "predict", run, f"{run}/examples", "--trust-code", "true")
     assert done.returncode == 0, done.stderr
