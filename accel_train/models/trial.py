@@ -73,11 +73,7 @@ class Verdict:
 
     def obstacles(self) -> tuple[str, ...]:
         """What depends on the number of processes, though each pass is one virtual batch: with --bitwise an error."""
-        found = list(self.evaluation)
-        if self.untried:
-            found.append(
-                f"model: could not check whether a sample depends on the others of its micro-batch ({self.untried})"
-            )
+        found: list[str] = []
         if self.changing:
             found.append(
                 f"model: each forward pass of training changes the buffer {first_of(self.changing, 1)}. Each process "
@@ -95,6 +91,11 @@ class Verdict:
                 "model: two forward passes with the same images and random numbers do not give the same. So it has a "
                 "random generator of its own, or another state, which depends on the number of processes. Draw from "
                 "the global generators of torch, NumPy or Python, or choose another model."
+            )
+        found += self.evaluation  # after what may be its reason
+        if self.untried:
+            found.append(
+                f"model: could not check whether a sample depends on the others of its micro-batch ({self.untried})"
             )
         return tuple(found)
 
@@ -391,7 +392,7 @@ class _Ways:
             losses = moved.run(images * (1 + 2**-23), 0, 0).losses
             both = zip(moved.parameters, self.whole.parameters, strict=True)
             changes = [
-                float((one.grad - other.grad).abs().max())
+                float((one.grad - other.grad).to_dense().abs().max())
                 for one, other in both
                 if one.grad is not None and other.grad is not None
             ]

@@ -34,7 +34,7 @@ MODELS = [
     ),
     ("swin_tiny_patch4_window7_224", 64, {"img_size": 64, "window_size": 4, "attn_drop_rate": 0.1, **DROP}, False),
     ("convnext_atto", 32, DROP, False),
-    ("resnet10t", 32, DROP, False),
+    ("resnet10t", 32, DROP, True),
     ("efficientnet_b0", 32, DROP, True),
     ("efficientvit_m0", 64, {}, False),
     ("xcit_nano_12_p16_224", 64, {"img_size": 64, **DROP}, False),
