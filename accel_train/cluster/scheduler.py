@@ -17,6 +17,8 @@ from accel_train.errors import UserError, print_line, reason_of
 
 ANSWER_SECONDS, LOOK_SECONDS = 60.0, 10.0
 """How long a scheduler may take to answer: one that is overloaded takes many seconds. The second is for a mere look."""
+PBS_TIMES = "ACCEL_TRAIN_JOB_TIMES"
+"""The variable in which pbs/train.pbs says when its job began and when it will end, in seconds since 1970."""
 WAITING = ("queued", "requeued", "running", "suspended")
 """The states of a job that has not ended."""
 
@@ -49,9 +51,8 @@ class Slurm:
         self, job: str, elements: Path, count: int, script: Path, options: Sequence[str], nodes: int | None = None
     ) -> list[str]:
         """Return the command that submits the list `elements`, of `count` lines, as a job or an array named `job`."""
-        limits = [word.removeprefix("--array=") for word in options if word.startswith("--array=")]
-        array = [f"--array=0-{count - 1}{''.join(limits[-1:])}"] if count > 1 else []
-        options = [word for word in options if not word.startswith("--array=")]
+        limit, options = split_limit(options, "--array=")
+        array = [f"--array=0-{count - 1}{limit}"] if count > 1 else []
         options += [f"--nodes={nodes}"] if nodes else []
         log = str(elements.parent).replace("%", "%%") + ("/%x-%A_%a.log" if array else "/%x-%j.log")
         ours = ["sbatch", "--parsable", f"--job-name={job}", "--nodes=1", f"--output={log}", *array]
@@ -105,6 +106,13 @@ class Slurm:
         return f"sbatch --signal=B:USR1@{seconds}"
 
 
+def split_limit(options: Sequence[str], array: str) -> tuple[str, list[str]]:
+    """Return how many elements of an array may run at a time, "%4" or "", and the options without `array`, which says
+    it ("-J")."""
+    limits = [word.removeprefix(array) for word in options if word.startswith(array)]
+    return "".join(limits[-1:]), [word for word in options if not word.startswith(array)]
+
+
 OF_RECORD = {
     "job-name": "JobName", "partition": "Partition", "time": "TimeLimit", "account": "Account", "qos": "QOS",
     "constraint": "Features", "reservation": "Reservation", "licenses": "Licenses", "exclude": "ExcNodeList",
@@ -136,9 +144,8 @@ class Pbs:
         """As `Slurm.command`, with -J%4. The job finds the list in the variable TRAIN."""
         if re.search(r"""["'\\]""", str(elements)):
             raise UserError(f"--output-dir: qsub cannot pass on the quote or backslash in {elements.parent}.")
-        limits = [word.removeprefix("-J") for word in options if word.startswith("-J")]
-        array = ["-J", f"0-{count - 1}{''.join(limits[-1:])}"] if count > 1 else []
-        options = [word for word in options if not word.startswith("-J")]
+        limit, options = split_limit(options, "-J")
+        array = ["-J", f"0-{count - 1}{limit}"] if count > 1 else []
         if nodes is not None:
             if not any(word.startswith("select=") for word in options):
                 raise UserError("--over nodes: give -l select=1:ncpus=…, of which the 1 becomes each number of nodes.")
@@ -190,7 +197,7 @@ class Pbs:
         options += ["-W", f"group_list={record['group_list']}"] if "group_list" in record else []
         names = re.findall(r"(?:^|(?<!\\),)([A-Za-z_]\w*)=", record.get("Variable_List", ""))
         script = (record.get("Submit_arguments", "").split() or [""])[-1]
-        _, _, end = env.get("ACCEL_TRAIN_JOB_TIMES", "").partition(" ")
+        _, _, end = env.get(PBS_TIMES, "").partition(" ")
         given = tuple(name for name in names if not name.startswith("PBS_"))
         there = script if script and Path(script).is_file() else self.script
         return Job(options, there, True, float(end) if end else None, given)

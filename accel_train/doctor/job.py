@@ -7,13 +7,13 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from accel_train.cluster.scheduler import PBS_TIMES, ask
 from accel_train.doctor.check import (
     FAIL,
     NA,
@@ -43,7 +43,7 @@ REQUEUES, SAVES = ("USR1", "10"), ("TERM", "15", "INT", "2", "HUP", "1", "XCPU",
 """The signal after which the training saves and its job goes on, and those after which it saves."""
 JOB_SCRIPT = "ACCEL_TRAIN_START"
 """Set by the job scripts, which pass on a signal that only they get (--signal=B:USR1@120)."""
-PBS_TIMES, PBS_LEAD = "ACCEL_TRAIN_JOB_TIMES", "ACCEL_TRAIN_LEAD_SECONDS"
+PBS_LEAD = "ACCEL_TRAIN_LEAD_SECONDS"
 """Set by pbs/train.pbs: when its job began and ends, "1767323045 1767337445", and how long before the end it saves."""
 DEFAULT_LEAD = 120  # seconds
 EARLY = "USR1, at least twice as long before the time limit as a save takes"
@@ -230,6 +230,6 @@ def _job_record() -> str:
 
 
 def _answer(*words: str) -> str:
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        return subprocess.run(words, capture_output=True, text=True, timeout=3).stdout
+    with contextlib.suppress(UserError):
+        return ask(*words, seconds=3)
     return ""

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pbs_record import qstat_record
 
 from accel_train.cli import main
 from accel_train.launch.process import tell_job_script
@@ -21,22 +22,7 @@ SCONTROL = (
     "Partition=p ReqNodeList=(null) ExcNodeList=n[3-4] NumNodes=2 OverSubscribe=NO Features=ib Reservation=class "
     "Licenses=x:1 Command=/a folder/my.sbatch my recipe.yaml --epochs 3 WorkDir=/x TresPerNode=gres:gpu:a100:2"
 )
-QSTAT = """Job Id: 9.server
-    Job_Name = name
-    Account_Name = acct
-    group_list = lab
-    project = _pbs_project_default
-    Mail_Points = a
-    Resource_List.filesystems = home:scratch
-    Resource_List.mpiprocs = 4
-    Resource_List.ncpus = 4
-    Resource_List.nodect = 2
-    Resource_List.place = scatter
-    Resource_List.select = 2:ncpus=2:mpiprocs=2
-    Resource_List.walltime = 01:00:00
-    schedselect = 2:ncpus=2:mpiprocs=2
-    Variable_List = PBS_O_HOME=/root,PBS_O_PATH=/opt/pbs/bin:/usr/sb
-\tin:/bin,HF_TOKEN=secret,WORDS=a\\,TRICK=b,LEAD_SECONDS=60,PBS_O_QUEUE=entry"""
+QSTAT = qstat_record("9.server", "01:00:00", "HF_TOKEN=secret,WORDS=a\\,TRICK=b,LEAD_SECONDS=60,")
 WORDS = ["--", "my recipe.yaml", "--epochs", "3"]
 
 

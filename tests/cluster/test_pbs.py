@@ -17,6 +17,7 @@ import helpers
 import pytest
 import wheel_environment
 import worlds
+from pbs_record import qstat_record
 
 ROOT = helpers.ROOT
 COMMANDS = {
@@ -34,24 +35,9 @@ COMMANDS = {
         exit 0""",
     "qstat": """
         cat <<END
-Job Id: $2
-    Job_Name = name
-    queue = small
-    Account_Name = acct
-    group_list = lab
-    project = _pbs_project_default
-    Mail_Points = a
-    Resource_List.filesystems = home:scratch
-    Resource_List.mpiprocs = 4
-    Resource_List.ncpus = 4
-    Resource_List.nodect = 2
-    Resource_List.place = scatter
-    Resource_List.select = 2:ncpus=2:mpiprocs=2
-    Resource_List.walltime = ${WALLTIME:-01:00:00}
-    schedselect = 2:ncpus=2:mpiprocs=2
-    Variable_List = PBS_O_HOME=/root,PBS_O_PATH=/opt/pbs/bin:/usr/sb
-	in:/bin,${GIVEN}PBS_O_QUEUE=entry
-END""",
+"""
+    + qstat_record("$2", "${WALLTIME:-01:00:00}", "${GIVEN}")
+    + "\nEND",
     # this site has no GPUs to count
     "qsub": """
         echo "qsub $*" >>"$LOG"; env -0 | sort -z | tr '\\0\\n' '\\n ' >"$(dirname "$LOG")/next"
@@ -118,6 +104,23 @@ echo "$PWD/my run" >"$ACCEL_TRAIN_START/run"; echo 10 >"$ACCEL_TRAIN_START/REQUE
 """
 
 
+def resubmitted(directory: Path, walltime: str, given: dict[str, str]) -> dict[str, str]:
+    """Check that the first job has started both nodes and submitted the next one; return the variables of that.
+
+    What PBS was told of the first job, it is told of the next: not what the script asks for, nor the sums over chunks.
+    """
+    log = (directory / "log").read_text().splitlines()
+    assert sorted(log[:2]) == ["pbsdsh 0", "pbsdsh 2"]
+    options = (
+        f"-l filesystems=home:scratch -l place=scatter -l select=2:ncpus=2:mpiprocs=2 -l walltime={walltime} "
+        "-q entry -A acct -N name -m a -W group_list=lab"
+    )
+    assert log[2:] == [f"qsub -V {options} {directory}/123.server.SC"]
+    following = next_variables(directory)
+    assert following == {**ALWAYS, **given, "CHAIN": "123.server"}
+    return following
+
+
 @pytest.mark.ci
 def test_a_chain_of_jobs(tmp_path: Path) -> None:
     """Each job is warned and submits the next, which has the variables of the first, and no token of the site's."""
@@ -128,16 +131,7 @@ def test_a_chain_of_jobs(tmp_path: Path) -> None:
     given = {"TRAIN": "digits --output-dir 'my run'", "LEAD_SECONDS": "25", "MINE": "1,2 'x' \"y\"", **CPU}
     first = train(tmp_path, walltime="00:00:27", environment_lines=lines, **given)
     assert first.returncode == 0, first.stdout + first.stderr
-    log = (tmp_path / "log").read_text().splitlines()
-    assert sorted(log[:2]) == ["pbsdsh 0", "pbsdsh 2"]
-    # what PBS was told of the first job, it is told of the next: not what the script asks for, nor the sums over chunks
-    options = (
-        "-l filesystems=home:scratch -l place=scatter -l select=2:ncpus=2:mpiprocs=2 -l walltime=00:00:27 "
-        "-q entry -A acct -N name -m a -W group_list=lab"
-    )
-    assert log[2:] == [f"qsub -V {options} {tmp_path}/123.server.SC"]
-    following = next_variables(tmp_path)
-    assert following == {**ALWAYS, **given, "CHAIN": "123.server"}
+    following = resubmitted(tmp_path, "00:00:27", given)
     assert (tmp_path / "my run" / "slurm" / "job").read_text() == "124.server\n"
     found = (tmp_path / "trained").read_text().splitlines()
     assert len(found) == 2 and all(line.startswith("secret 1,2 'x' \"y\" launch ") for line in found)
@@ -157,17 +151,8 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     secret = "export HF_TOKEN=secret"  # of the site, and not of this submission
     first = train(tmp_path, walltime="00:00:12", environment_lines=secret, **given)
     run = tmp_path / "my run"
-    log = (tmp_path / "log").read_text().splitlines()
     assert first.returncode == 0, first.stdout + first.stderr
-    assert sorted(log[:2]) == ["pbsdsh 0", "pbsdsh 2"]
-    # what PBS was told of the first job, it is told of the next: not what the script asks for, nor the sums over chunks
-    options = (
-        "-l filesystems=home:scratch -l place=scatter -l select=2:ncpus=2:mpiprocs=2 -l walltime=00:00:12 "
-        "-q entry -A acct -N name -m a -W group_list=lab"
-    )
-    assert log[2:] == [f"qsub -V {options} {tmp_path}/123.server.SC"]
-    following = next_variables(tmp_path)
-    assert following == {**ALWAYS, **given, "CHAIN": "123.server"}
+    following = resubmitted(tmp_path, "00:00:12", given)
     assert (run / "slurm" / "job").read_text() == "124.server\n"
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"HF_TOKEN" in path.read_bytes()
                 and path.suffix != ".SC"]  # fmt: skip
