@@ -213,7 +213,12 @@ def _try_in(kind: torch.dtype, model: nn.Module, channels: int, size: int) -> Ve
 
 
 def _images_of_a_batch(model: nn.Module, image: Tensor) -> int:
-    """How many images a virtual batch of the trial has: a power of two. It follows from the operations alone."""
+    """How many images a virtual batch of the trial has: a power of two. It follows from the operations alone.
+
+    `model`: a copy. It gets no gradients any more: the counter would look for those of a parameter that is given to a
+    layer as its input, as a class token may be, and without a graph there are none.
+    """
+    model.requires_grad_(False)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(image)
     count = MOST
