@@ -26,19 +26,19 @@ from accel_train.launch.environment import prepare_environment
 from accel_train.user_code.objects import provided, take_objects
 
 if TYPE_CHECKING:
-    from accel_train.analysis.evaluate_run import EvaluationResult
-    from accel_train.analysis.inference import Prediction
-    from accel_train.analysis.load_run import LoadedRun
-    from accel_train.audit import AuditResult
-    from accel_train.bench.bench import BenchResult
-    from accel_train.bench.lr_finder import LearningRates
     from accel_train.config.schema import Config
-    from accel_train.data.tools.shards import ShardsResult
-    from accel_train.doctor.doctor import Diagnosis
-    from accel_train.export.export import ExportResult
-    from accel_train.report.preview import PreviewResult
-    from accel_train.report.report import ReportResult
     from accel_train.run.ending import TrainingResult
+    from accel_train.tools.audit import AuditResult
+    from accel_train.tools.bench import BenchResult
+    from accel_train.tools.doctor.doctor import Diagnosis
+    from accel_train.tools.evaluate_run import EvaluationResult
+    from accel_train.tools.export.export import ExportResult
+    from accel_train.tools.find_lr import LearningRates
+    from accel_train.tools.inference import Prediction
+    from accel_train.tools.load_run import LoadedRun
+    from accel_train.tools.report.preview import PreviewResult
+    from accel_train.tools.report.report import ReportResult
+    from accel_train.tools.shards import ShardsResult
 
 __all__ = ["bench", "check_data", "doctor", "evaluate", "export", "find_lr", "load_run"]
 __all__ += ["predict", "preview", "report", "shards", "train"]
@@ -97,7 +97,7 @@ def load_run(
     that makes one. The result of `train` has its objects; the path of its folder does not.
     """
     with _objects_of(run, model=model):
-        from accel_train.analysis.load_run import load
+        from accel_train.tools.load_run import load
 
         return load(Path(run), None if checkpoint is None else Path(checkpoint), trust_code=trust_code)
 
@@ -121,7 +121,7 @@ def evaluate(
     """
     launch = prepare_environment()
     with _objects_of(run, metrics, model=model, data=data):
-        from accel_train.analysis.evaluate_run import evaluate_run
+        from accel_train.tools.evaluate_run import evaluate_run
 
         file = None if checkpoint is None else Path(checkpoint)
         settings: dict[str, Any] = {"keep_predictions": keep_predictions, "trust_code": trust_code}
@@ -158,13 +158,13 @@ def predict(
 
 
 def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **options: Any) -> ExportResult:
-    """Write a run's model as "timm", "onnx" or "pt2". For `output`, `weights`, … see accel_train/export/export.py.
+    """Write a run's model as "timm", "onnx" or "pt2". For `output`, `weights`, … see tools/export/export.py.
 
     `model`, `checkpoint`: as `load_run` has them.
     """
     launch = prepare_environment()
     with _objects_of(run, model=model):
-        from accel_train.export.export import export as export_run
+        from accel_train.tools.export.export import export as export_run
 
         return export_run(launch, Path(run), format, **_with_paths(options))
 
@@ -173,7 +173,7 @@ def report(*runs: str | os.PathLike[str], **options: Any) -> ReportResult:
     """Write the page of a run, or of several. For `output`, `checkpoint`, … see report/report.py."""
     launch = prepare_environment()
     with _objects_of(runs[0] if len(runs) == 1 else ""):
-        from accel_train.report.report import report as report_runs
+        from accel_train.tools.report.report import report as report_runs
 
         return report_runs(launch, [Path(run) for run in runs], **_with_paths(options))
 
@@ -187,7 +187,7 @@ def check_data(
     see audit.py. It writes the list and the JSON file, as the command line does.
     """
     prepare_environment()
-    from accel_train.audit import check_data as audit
+    from accel_train.tools.audit import check_data as audit
 
     places = [None if path is None else Path(path) for path in (output, json_file)]
     with _configured({"data": data}, (), {}) as (config, _):
@@ -197,7 +197,7 @@ def check_data(
 def shards(data: Any, output: str | Path, **options: Any) -> ShardsResult:
     """Write a data set, `data` as `train` takes it, as WebDataset shards into `output`: see data/tools/shards.py."""
     prepare_environment()
-    from accel_train.data.tools.shards import write_shards
+    from accel_train.tools.shards import write_shards
 
     with _configured({"data": data}, (), {}) as (config, _):
         return write_shards(config.data, Path(output), **options)
@@ -206,7 +206,7 @@ def shards(data: Any, output: str | Path, **options: Any) -> ShardsResult:
 def doctor(recipe: str | Path | Mapping[str, Any], *words: str, **options: Any) -> Diagnosis:
     """Check nodes, data and job limits before a long run. For `skip` see doctor/doctor.py."""
     launch = prepare_environment()
-    from accel_train.doctor.doctor import doctor as examine
+    from accel_train.tools.doctor.doctor import doctor as examine
 
     with _configured(recipe, words, {}) as (config, _):
         return examine(launch, config, **options)
@@ -218,7 +218,7 @@ def bench(recipe: str | Path | Mapping[str, Any], *words: str, place: str | Path
     `place`: folder in which the runs are kept while they are needed.
     """
     launch = prepare_environment()
-    from accel_train.bench.bench import bench as measure
+    from accel_train.tools.bench import bench as measure
 
     with _configured(recipe, words, {}) as (config, _):
         return measure(launch, config, Path(place), **options)
@@ -229,17 +229,17 @@ def preview(
 ) -> PreviewResult:
     """Write a PNG with the images that the model of a recipe will see: see report/preview.py."""
     launch = prepare_environment()
-    from accel_train.report.preview import preview as write_picture
+    from accel_train.tools.report.preview import preview as write_picture
 
     with _configured(recipe, words, {}) as (config, _):
         return write_picture(launch, config, Path(output), images=images)
 
 
 def find_lr(recipe: str | Path | Mapping[str, Any], *words: str, **options: Any) -> LearningRates:
-    """Train with growing learning rates, and return the losses. For `updates` see bench/lr_finder.py; its `plot` draws
+    """Train with growing learning rates, and return the losses. For `updates` see tools/find_lr.py; its `plot` draws
     them."""
     launch = prepare_environment()
-    from accel_train.bench.lr_finder import find_lr as find
+    from accel_train.tools.find_lr import find_lr as find
 
     with _configured(recipe, words, {}) as (config, _):
         return find(launch, config, **options)

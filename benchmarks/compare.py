@@ -24,9 +24,9 @@ import tasks
 import turns
 from trainer import trainer
 
-from accel_train.bench.workload import ratio, spread
 from accel_train.cli.table import print_table
-from accel_train.report.curves import import_pyplot, save
+from accel_train.tools.report.curves import import_pyplot, save
+from accel_train.tools.workload import ratio, spread
 
 HERE = Path(__file__).parent
 SECOND_PASS = "tutorial's second pass"

@@ -18,9 +18,9 @@ from typing import Any
 
 import tasks
 
-from accel_train.bench.workload import Spread, device_name
 from accel_train.checkpoint.format import versions
 from accel_train.launch.process import available_cores
+from accel_train.tools.workload import Spread, device_name
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

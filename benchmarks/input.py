@@ -33,7 +33,6 @@ from PIL import Image  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
-from accel_train.bench.workload import Clock, ratio, spread  # noqa: E402
 from accel_train.cli.table import print_table  # noqa: E402
 from accel_train.config.schema import Augment, Config, Data  # noqa: E402
 from accel_train.data.loading import create_input_pipeline, create_loader  # noqa: E402
@@ -41,10 +40,11 @@ from accel_train.data.order.plan import Plan  # noqa: E402
 from accel_train.data.order.samplers import TrainingSampler  # noqa: E402
 from accel_train.data.sources.files.images import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
 from accel_train.data.sources.load import load_splits  # noqa: E402
-from accel_train.data.tools.shards import write_shards  # noqa: E402
 from accel_train.data.transforms.batch import BatchTransform  # noqa: E402
 from accel_train.launch.accelerator import create_accelerator  # noqa: E402
 from accel_train.optim.performance import set_defaults  # noqa: E402
+from accel_train.tools.shards import write_shards  # noqa: E402
+from accel_train.tools.workload import Clock, ratio, spread  # noqa: E402
 
 CROP_AND_FLIP = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
 MEMORY = {  # task of tasks.py, augmentation with torchvision, augmentation with accel_train

@@ -12,9 +12,9 @@ LAUNCH = prepare_environment()  # before torch is imported, which reads some of 
 import tasks  # noqa: E402
 from trainer import data_words  # noqa: E402
 
-from accel_train.bench.workload import Workload  # noqa: E402
 from accel_train.config.options import parse  # noqa: E402
 from accel_train.data.sources.load import splits_of  # noqa: E402
+from accel_train.tools.workload import Workload  # noqa: E402
 
 
 def main() -> None:

@@ -34,8 +34,8 @@ import turns
 from compare import OTHERS, script_words
 from trainer import data_words
 
-from accel_train.bench.workload import ratio, spread
 from accel_train.cli.table import print_table
+from accel_train.tools.workload import ratio, spread
 
 TASK = "mnist_cnn"
 GOAL = 0.985

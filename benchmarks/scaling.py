@@ -25,10 +25,10 @@ import document
 import turns
 from trainer import trainer
 
-from accel_train.bench.workload import spread
 from accel_train.cli.table import print_table
 from accel_train.errors import counted
-from accel_train.report.curves import import_pyplot, save
+from accel_train.tools.report.curves import import_pyplot, save
+from accel_train.tools.workload import spread
 
 WARM_UP = 3  # rounds
 STRONG, WEAK = "fixed global batch", "fixed batch per process"

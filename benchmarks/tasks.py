@@ -29,9 +29,9 @@ from torch import nn
 from torch.utils.data import Dataset
 from torchvision import transforms
 
-from accel_train.bench.workload import Clock
 from accel_train.config.schema import Data
 from accel_train.data.sources.arrays import synthetic
+from accel_train.tools.workload import Clock
 
 TEST_BATCH = 1000  # as in PyTorch's MNIST example
 

@@ -36,7 +36,7 @@ import turns
 from interrupted import history, observed
 
 from accel_train.cli.table import print_table
-from accel_train.report.curves import import_pyplot, save
+from accel_train.tools.report.curves import import_pyplot, save
 
 HERE = Path(__file__).resolve().parent / "interrupted"
 ACCELERATE = [

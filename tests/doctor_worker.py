@@ -43,7 +43,7 @@ if "--data.name" in words:
     words += ["--data.root", str(folder / {"node": "1", "data": "2"}.get(fault, "0"))]
 
 from accel_train.cli import main  # noqa: E402
-from accel_train.doctor import job  # noqa: E402
+from accel_train.tools.doctor import job  # noqa: E402
 
 if fault == "node":
     job.DRIVER = folder / "driver"

@@ -360,14 +360,14 @@ MUTANTS = [
     Mutant(PRECISION, "os.environ.get(\"NVIDIA_TF32_OVERRIDE\") == \"0\"", "os.environ.get(\"NVIDIA_TF32_OVERRIDE\") == \"1\"",
            "launch/test_precision.py", "a run in TF32 says so"),
     # Export
-    Mutant("export/preprocess.py", "\"std\": list(info.std)", "\"std\": list(info.mean)",
-           "export/test_preprocess.py", "an export has the run's normalisation constants"),
-    Mutant("export/preprocess.py", "resize_default(size), \"crop\": size}]", "size, \"crop\": size}]",
-           "export/test_preprocess.py", "an export resizes as the evaluation does"),
-    Mutant("export/compare.py", "if not difference <= LARGEST_DIFFERENCE:", "if difference > LARGEST_DIFFERENCE:",
-           "export/test_compare.py", "an export that gives NaN is not called equal"),
-    Mutant("export/compare.py", "expected[:1] - _logits(exported, images.inputs[:1])", "expected[:1] - expected[:1]",
-           "export/test_compare.py", "an export is compared with a batch of one, too"),
+    Mutant("tools/export/preprocess.py", "\"std\": list(info.std)", "\"std\": list(info.mean)",
+           "tools/export/test_preprocess.py", "an export has the run's normalisation constants"),
+    Mutant("tools/export/preprocess.py", "resize_default(size), \"crop\": size}]", "size, \"crop\": size}]",
+           "tools/export/test_preprocess.py", "an export resizes as the evaluation does"),
+    Mutant("tools/export/compare.py", "if not difference <= LARGEST_DIFFERENCE:", "if difference > LARGEST_DIFFERENCE:",
+           "tools/export/test_compare.py", "an export that gives NaN is not called equal"),
+    Mutant("tools/export/compare.py", "expected[:1] - _logits(exported, images.inputs[:1])", "expected[:1] - expected[:1]",
+           "tools/export/test_compare.py", "an export is compared with a batch of one, too"),
     # Configuration
     Mutant(OPTIONS, "            mistakes.append(unknown_option(option.key, option.origin, known))", "            pass",
            "config/test_options.py", "an unknown key of a recipe is refused"),
@@ -394,9 +394,9 @@ MUTANTS = [
     Mutant("parts.py", "    if not accelerator.split_batches:", "    if False:",
            "test_parts.py", "each process gets its slice of a batch, not a whole batch"),
     # Jobs
-    Mutant("cluster/submission.py", "if each[1] in WAITING)", "if each[1])",
+    Mutant("tools/cluster/submission.py", "if each[1] in WAITING)", "if each[1])",
            "cluster/test_elements.py", "a job that has not ended counts, whatever came after it"),
-    Mutant("cluster/elements.py", "plain if plain == text else", "plain if True else",
+    Mutant("tools/cluster/elements.py", "plain if plain == text else", "plain if True else",
            "cluster/test_elements.py", "values that look alike are different runs"),
 ]  # fmt: skip
 

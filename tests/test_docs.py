@@ -30,12 +30,12 @@ from accel_train.cli.dispatch import COMMANDS
 from accel_train.cli.doctor import Doctor
 from accel_train.cli.recipes import Bench, FindLr, Preview
 from accel_train.cli.submit import Submit, divide
-from accel_train.cluster.elements import elements_of
 from accel_train.config.option_types import option_types
 from accel_train.config.options import parse, parse_command, parse_command_of_recipe, parse_settings
 from accel_train.data.transforms.image import check_own
 from accel_train.errors import UserError
 from accel_train.starter import FOLDERS
+from accel_train.tools.cluster.elements import elements_of
 from accel_train.user_code.objects import provided, take_objects
 
 ROOT = helpers.ROOT

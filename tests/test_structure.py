@@ -1,4 +1,4 @@
-"""The structure in docs/architecture.md: which folder may import which."""
+"""The structure in docs/architecture.md: which package may import which."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "accel_train"
-# From the top to the bottom: a file imports from rooms further down, and from its own.
-ROOMS = """
-__main__ cli api doctor bench export audit report analysis parts train run training_setup step evaluate
-cluster records checkpoint ownership optim data models launch config user_code starter keyed exact_sum files untrusted
+# From the top to the bottom: a file imports from packages further down, and from its own.
+PACKAGES = """
+__main__ cli api tools parts train run training_setup step evaluate
+records checkpoint ownership optim data models launch config user_code starter keyed exact_sum files untrusted
 errors __init__
 """.split()  # noqa: SIM905
-# Within the data: the same.
-DATA = """
-loading workers memory tools transforms sources
+# Within tools and data: the same.
+WITHIN = {
+    "tools": """
+doctor bench export audit report find_lr shards
+predictions evaluate_run figures inference load_run workload pool cluster __init__
+""".split(),  # noqa: SIM905
+    "data": """
+loading workers memory transforms sources
 worker_processes order compat __init__
-""".split()  # noqa: SIM905
+""".split(),  # noqa: SIM905
+}
 # What is not needed to train, and what starts both.
-APART = ("doctor", "bench", "export", "audit", "report", "analysis", "parts", "cluster", "data.tools")
+TOOLS = ("tools", "parts")
 ABOVE = ("cli", "api", "__main__")
 
 
@@ -53,33 +59,33 @@ def graph() -> dict[str, set[str]]:
     return {name: {each for each in imports(tree, set(found)) if each} for name, tree in found.items() if name}
 
 
-def floor(name: str) -> tuple[int, int]:
-    """Return a module's level on the page; for modules of data/ the second number is the level in that folder."""
-    room, *rest = name.split(".")
-    return ROOMS.index(room), DATA.index(rest[0]) if room == "data" and rest else 0
+def level(name: str) -> tuple[int, int]:
+    """Return a module's level on the page; for modules of tools/ and data/ the second number is the level there."""
+    package, *rest = name.split(".")
+    return PACKAGES.index(package), WITHIN[package].index(rest[0]) if package in WITHIN and rest else 0
 
 
 def test_nothing_imports_upwards() -> None:
     pairs = [(name, other) for name, used in graph().items() for other in used]
-    wrong = [f"{name} imports {other}" for name, other in pairs if floor(name) > floor(other)]
-    assert not wrong, f"{wrong}: move what both need to a room further down (docs/architecture.md, Packages)"
+    wrong = [f"{name} imports {other}" for name, other in pairs if level(name) > level(other)]
+    assert not wrong, f"{wrong}: move what both need to a package further down (docs/architecture.md, Packages)"
 
 
 def part_of(name: str) -> str:
     """Return the part of the package to which a module belongs, as docs/architecture.md calls it."""
-    for part, rooms in (("apart", APART), ("above both", ABOVE)):
-        if any(f"{name}.".startswith(f"{room}.") for room in rooms):
+    for part, packages in (("tools", TOOLS), ("above both", ABOVE)):
+        if name.split(".")[0] in packages:
             return part
     return "core"
 
 
-def test_the_core_imports_nothing_that_is_apart() -> None:
+def test_the_core_imports_no_tool() -> None:
     pairs = [(name, other) for name, used in graph().items() if part_of(name) == "core" for other in used]
     assert not [f"{name} imports {other}" for name, other in pairs if part_of(other) != "core"]
 
 
-def test_every_room_has_its_place() -> None:
-    assert {name.split(".")[0] for name in modules() if name} == set(ROOMS), "name each room in ROOMS"
+def test_every_package_has_its_place() -> None:
+    assert {name.split(".")[0] for name in modules() if name} == set(PACKAGES), "name each package in PACKAGES"
 
 
 def test_no_circle() -> None:

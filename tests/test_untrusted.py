@@ -19,7 +19,6 @@ import yaml
 from PIL import Image
 
 from accel_train import cli
-from accel_train.analysis.predictions import read_predictions
 from accel_train.checkpoint.weights import RunWeights
 from accel_train.cli.runs import _epoch as epoch_of
 from accel_train.config.recipe import read_recipe
@@ -32,6 +31,7 @@ from accel_train.models.weights import read_state
 from accel_train.ownership.owner import read_owner
 from accel_train.records.trackers import point_of
 from accel_train.run.start import find_file
+from accel_train.tools.predictions import read_predictions
 from accel_train.untrusted import (
     NotRegularFileError,
     parse_json,
@@ -261,23 +261,24 @@ EXCEPTIONS = {
     "untrusted": "is the door",
     "files": "is the door of what is written, and flushes folders",
     # What the system says
-    "doctor.job": "/proc", "doctor.node": "/proc and cgroups", "launch.process": "/proc", "launch.parent": "/proc",
+    "tools.doctor.job": "/proc", "tools.doctor.node": "/proc and cgroups",
+    "launch.process": "/proc", "launch.parent": "/proc",
     "errors": "/dev/null",
     # Files of the package, and of a folder that the program has just made
     "data.sources.arrays": "the digits of the package",
-    "doctor.storage": "its own scratch folder", "export.export": "a new folder",
-    "export.formats": "a new folder",
+    "tools.doctor.storage": "its own scratch folder", "tools.export.export": "a new folder",
+    "tools.export.formats": "a new folder",
     "checkpoint.own_optimizer": "bytes in memory, which it has just written",
     "cli.predict": "temporary files beside what the user names", "cli.recipes": "what the user names",
-    "data.tools.shards": "a folder that it has just made",
+    "tools.shards": "a folder that it has just made",
     # Checked before
     "checkpoint.format": "verify_files has found regular files", "checkpoint.weights": "require_regular_file",
     "config.recipe": "train <(…): a pipe is meant, and read to a bound",
-    "analysis.predictions": "np.load of an opened file", "data.sources.files.tars": "tarfile of an opened file",
+    "tools.predictions": "np.load of an opened file", "data.sources.files.tars": "tarfile of an opened file",
     "user_code.loading": "the import of a user's own code",
     "data.sources.user": "the same",
-    "export.preprocess": "an image of the user's, read by the code that other programs copy",
-    "export.compare": "an image of the data, which the source has read",
+    "tools.export.preprocess": "an image of the user's, read by the code that other programs copy",
+    "tools.export.compare": "an image of the data, which the source has read",
     # Not yet
 }  # fmt: skip
 """Modules that open files by themselves -> why they may."""

@@ -14,13 +14,13 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from accel_train.cluster.scheduler import Job, Pbs, Slurm
-from accel_train.cluster.submission import words_of_element
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.errors import UserError, counted, print_line
 from accel_train.files import open_to_write
 from accel_train.launch.environment import allocated_hosts
 from accel_train.launch.process import CODE, ENDED, MARKER, NODES, RUN, WARNED, job_id, start_folder
+from accel_train.tools.cluster.scheduler import Job, Pbs, Slurm
+from accel_train.tools.cluster.submission import words_of_element
 from accel_train.untrusted import is_number, read_json_lines, read_regular_file
 
 REQUEUES = "requeues"

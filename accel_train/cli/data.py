@@ -129,7 +129,7 @@ def check_data(arguments: Sequence[str]) -> int:
     data = _data_to_check(options, words)
     check_root(data)
     with importing(data.name):
-        from accel_train import audit
+        from accel_train.tools import audit
 
     result = audit.check_data(
         data, output=options.output, json_file=options.json, processes=options.processes, shows_progress=True
@@ -160,7 +160,7 @@ def shards(arguments: Sequence[str]) -> int:
         raise UserError(f"--{given[0]}: files are copied as they are; add --encoding jpeg or --encoding raw.")
     check_root(options.data())
     with importing(options.name):
-        from accel_train.data.tools.shards import SHORT_SIDE, write_shards
+        from accel_train.tools.shards import SHORT_SIDE, write_shards
 
     written = write_shards(
         replace(options.data(), name=resolve("data.name", options.name, Path.cwd())),

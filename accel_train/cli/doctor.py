@@ -19,8 +19,8 @@ from accel_train.files import atomic_write
 from accel_train.launch.environment import prepare_environment
 
 if TYPE_CHECKING:
-    from accel_train.doctor.check import Finding
-    from accel_train.doctor.doctor import Diagnosis, StartDoctor
+    from accel_train.tools.doctor.check import Finding
+    from accel_train.tools.doctor.doctor import Diagnosis, StartDoctor
 
 VARIABLE, MODES = "DOCTOR", ("print", "strict", "off")
 """Set by job scripts: whether the start of a training prints what the doctor finds, and ends if a check fails."""
@@ -52,8 +52,8 @@ def doctor(arguments: Sequence[str]) -> int:
     options, config = parse_command_of_recipe(Doctor, arguments, "accel-train doctor")
     launch = prepare_environment()
     with importing(config.recipe):
-        from accel_train.doctor.doctor import doctor
         from accel_train.launch.agreement import end_world
+        from accel_train.tools.doctor.doctor import doctor
 
     diagnosis = doctor(launch, config, skip=options.skip)
     end_world()
@@ -91,7 +91,7 @@ def checks_of_start(rank: int) -> StartDoctor | None:
         mode = "print"
     if mode == "off":
         return None
-    from accel_train.doctor.doctor import StartDoctor
+    from accel_train.tools.doctor.doctor import StartDoctor
 
     seen: dict[str, Finding] = {}
 

@@ -56,9 +56,9 @@ def evaluate(arguments: Sequence[str]) -> int:
 
     launch = prepare_environment()  # before torch is imported, because torch reads some of these variables
     with importing(str(options.run)):
-        from accel_train.analysis.evaluate_run import evaluate_run
         from accel_train.cli.evaluation_tables import print_classes, print_figures
         from accel_train.launch.agreement import end_world
+        from accel_train.tools.evaluate_run import evaluate_run
 
     result = evaluate_run(
         launch,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from accel_train.analysis.evaluate_run import EvaluationResult
-from accel_train.analysis.figures import (
+from accel_train.cli.table import print_table
+from accel_train.errors import print_line
+from accel_train.tools.evaluate_run import EvaluationResult
+from accel_train.tools.figures import (
     CLASS_FIGURES,
     NO_FIGURE,
     figure_rows,
@@ -14,8 +16,6 @@ from accel_train.analysis.figures import (
     interval_text,
     without_images,
 )
-from accel_train.cli.table import print_table
-from accel_train.errors import print_line
 
 SHOWN = 20  # at most so many classes are printed
 

@@ -24,7 +24,7 @@ from accel_train.files import atomic_replacement, check_writable, fsync
 from accel_train.launch.environment import prepare_environment
 
 if TYPE_CHECKING:
-    from accel_train.analysis.inference import Prediction
+    from accel_train.tools.inference import Prediction
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def predict(arguments: Sequence[str]) -> int:
     )
     launch = prepare_environment()
     with importing(str(options.run)):
-        from accel_train.analysis.inference import check_can_classify, image_files
-        from accel_train.analysis.load_run import load
         from accel_train.launch.accelerator import create_accelerator
+        from accel_train.tools.inference import check_can_classify, image_files
+        from accel_train.tools.load_run import load
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `predict … | head` ends quietly
     launch.check_alone("predict")

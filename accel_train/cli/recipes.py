@@ -82,7 +82,7 @@ def preview(arguments: Sequence[str]) -> int:
     launch = prepare_environment()
     check_root(config.data)
     with importing(config.recipe):
-        from accel_train.report.preview import preview
+        from accel_train.tools.report.preview import preview
 
     result = preview(launch, config, options.output or Path(f"preview-{config.recipe}.png"), images=options.images)
     print_line(f"preview: {result.path}")
@@ -118,8 +118,8 @@ def find_lr(arguments: Sequence[str]) -> int:
     if launch.world_size == launch.local_world_size:
         check_root(config.data)
     with importing(config.recipe):
-        from accel_train.bench.lr_finder import find_lr, plot
         from accel_train.launch.agreement import end_world
+        from accel_train.tools.find_lr import find_lr, plot
 
     found = find_lr(launch, config, updates=options.updates)
     end_world()
@@ -175,8 +175,8 @@ def bench(arguments: Sequence[str]) -> int:
         except UserError as error:
             raise UserError(f"{error} Or measure on synthetic images: --data.name synthetic.") from error
     with importing(config.recipe):
-        from accel_train.bench.bench import bench
         from accel_train.launch.agreement import end_world
+        from accel_train.tools.bench import bench
 
     figures = bench(launch, config, output.parent, rounds=options.rounds, updates=options.updates).figures
     end_world()

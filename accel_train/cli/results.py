@@ -63,7 +63,7 @@ def report(arguments: Sequence[str]) -> int:
 
     launch = prepare_environment()
     with importing(str(options.runs[0])):
-        from accel_train.report.report import report
+        from accel_train.tools.report.report import report
 
     result = report(
         launch,
@@ -116,7 +116,7 @@ def export(arguments: Sequence[str]) -> int:
         raise UserError("--format is missing; choose timm, onnx or pt2.")
     launch = prepare_environment()
     with importing(str(options.run)):
-        from accel_train.export.export import export
+        from accel_train.tools.export.export import export
 
     result = export(
         launch,

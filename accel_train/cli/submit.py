@@ -13,11 +13,11 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from accel_train.cluster.elements import Element, elements_of
-from accel_train.cluster.scheduler import SCHEDULERS, Pbs, Slurm
-from accel_train.cluster.submission import jobs_to_queue, plan, queue
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.errors import UserError, counted, first_of, how_to_get, print_line
+from accel_train.tools.cluster.elements import Element, elements_of
+from accel_train.tools.cluster.scheduler import SCHEDULERS, Pbs, Slurm
+from accel_train.tools.cluster.submission import jobs_to_queue, plan, queue
 from accel_train.untrusted import read_regular_file
 
 

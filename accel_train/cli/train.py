@@ -46,7 +46,7 @@ def _train(arguments: Sequence[str]) -> int:
     start = start_folder()
     job = "" if start is None else start.parent.name
     if arguments and arguments[0].endswith(".jsonl"):
-        from accel_train.cluster.submission import words_of_element
+        from accel_train.tools.cluster.submission import words_of_element
 
         arguments = [*words_of_element(Path(arguments[0]), job), *arguments[1:]]
     config = parse(arguments)

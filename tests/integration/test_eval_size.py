@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.analysis.load_run import load
 from accel_train.cli import main
+from accel_train.tools.load_run import load
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

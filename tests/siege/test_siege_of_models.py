@@ -13,8 +13,8 @@ import pytest
 from nets import BLOCKS
 from siege import TIMEOUT, FallenError, besiege, check
 
-from accel_train.analysis.load_run import LoadedRun
 from accel_train.api import load_run
+from accel_train.tools.load_run import LoadedRun
 
 pytestmark = [pytest.mark.slow, TIMEOUT]
 NETS = Path(__file__).with_name("nets.py")

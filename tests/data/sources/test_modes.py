@@ -10,13 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.analysis.load_run import LoadedRun
 from accel_train.api import load_run
 from accel_train.cli import main
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError
+from accel_train.tools.load_run import LoadedRun
 
 GREY = np.linspace(0, 255, 24 * 24).round().astype(np.uint8).reshape(24, 24)
 COLOURS = np.stack([GREY, GREY[::-1], GREY.T], 2)

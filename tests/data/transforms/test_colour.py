@@ -12,7 +12,6 @@ from PIL import Image
 from scipy.stats import chisquare, ks_2samp
 from torchvision.transforms import v2
 
-from accel_train.analysis.inference import Preprocessing
 from accel_train.config.schema import Augment, Config, Data, check_channels
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.plan import Plan
@@ -26,6 +25,7 @@ from accel_train.keyed import hashed, key
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.records.model_info import ModelInfo
+from accel_train.tools.inference import Preprocessing
 
 COUNT, SIZE = 200, 17  # an odd size, so that vectorised loops have a rest
 GENERATOR = torch.Generator().manual_seed(0)

@@ -14,16 +14,16 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from accel_train.audit import check_data
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.files.images import LazyImage, decode
 from accel_train.data.sources.load import load_splits
-from accel_train.data.tools.shards import write_shards
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
+from accel_train.tools.audit import check_data
+from accel_train.tools.shards import write_shards
 
 ORIENTATIONS = range(1, 9)
 BACK = {  # what a camera does to the upright image for the viewer to undo: EXIF's definition, by Pillow's names
@@ -153,8 +153,8 @@ def test_every_way_to_the_model(
 
 
 def test_predict(trees: tuple[Path, Path]) -> None:
-    from accel_train.analysis.inference import Preprocessing
     from accel_train.records.model_info import ModelInfo
+    from accel_train.tools.inference import Preprocessing
 
     info = ModelInfo(("a", "b"), 3, 32, None, (0.5,) * 3, (0.5,) * 3)
     preprocessing = Preprocessing(info, Augment())

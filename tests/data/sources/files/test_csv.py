@@ -17,8 +17,8 @@ from accel_train.cli import main
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source, Splits
-from accel_train.data.tools.shards import write_shards
 from accel_train.errors import UserError
+from accel_train.tools.shards import write_shards
 
 IMAGES = ("a/1.png", "a/2.png", "b/3.png", "b/4.png", "c d/5.png", "6.png", "7.png")
 

@@ -1,1 +1,0 @@
-"""Uses of a trained model: evaluation and predictions."""

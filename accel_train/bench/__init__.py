@@ -1,1 +1,0 @@
-"""Benchmarks: how fast a recipe trains, and what limits its speed."""

@@ -1,1 +1,0 @@
-"""Work on a whole dataset before training."""

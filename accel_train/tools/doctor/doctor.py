@@ -1,0 +1,110 @@
+"""The doctor: checks before a long run, of `accel-train doctor` and of the start of a training itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
+
+from accel_train.config.schema import Config
+from accel_train.errors import nearest, one_line, raise_mistakes
+from accel_train.launch.agreement import broadcast_from_main
+from accel_train.launch.environment import Launch
+from accel_train.tools.doctor import job, network, node, run, storage
+from accel_train.tools.doctor.check import FAIL, NA, Check, Examination, Finding
+from accel_train.training_setup import TrainingSetup, connect
+
+CONNECTED: dict[str, Check] = {  # need no data; cheap ones first: they explain why a later one fails
+    "versions": job.versions,
+    "variables": job.variables,
+    "clocks": job.clocks,
+    "cores": node.cores,
+    "memory": node.memory,
+    "shared-memory": node.shared_memory,
+    "gpu-health": node.gpu_health,
+    "matmul": node.matmul,
+    "all-reduce": network.all_reduce,
+    "slowest-pair": network.slowest_pair,
+}
+LOADED: dict[str, Check] = {"data-contents": storage.data_contents, "reading": storage.reading}
+CREATED: dict[str, Check] = {  # need the size of a checkpoint
+    "room": storage.room,
+    "save": storage.save,
+    "signal": job.signal_of_job,
+}
+MEASURED: dict[str, Check] = {"update": run.update, "input": run.input_speed}  # the training itself shows these
+CHECKS: dict[str, Check] = CONNECTED | LOADED | MEASURED | CREATED | {"time-left": job.time_left}
+START_SECONDS = 5.0  # of the checks in a training's start
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the checks have found, the same on all processes."""
+
+    findings: Mapping[str, Finding]
+    """By the name of the check."""
+    seconds: float
+
+    @property
+    def failed(self) -> list[str]:
+        """The names of the checks that failed."""
+        return [name for name, finding in self.findings.items() if finding.status == FAIL]
+
+
+def doctor(launch: Launch, config: Config, *, skip: Collection[str] = ()) -> Diagnosis:
+    """Make all checks but those in `skip`. Collective. Raises UserError if the processes cannot connect."""
+    began = time.monotonic()
+    raise_mistakes(f"--skip: no check is named {name!r}.{nearest(name, CHECKS)}" for name in skip if name not in CHECKS)
+    accelerator = connect(config, launch)
+    exam = Examination(config, launch, accelerator, _existing_folder(config))
+    found = {name: _examined(exam, check) for name, check in CHECKS.items() if name not in skip}
+    return Diagnosis(found, time.monotonic() - began)
+
+
+@dataclass
+class StartDoctor:
+    """The checks in the start of a training: those that need no more than it has, for some seconds."""
+
+    report: Callable[[Diagnosis, bool], None]
+    """Gets what each of the two rounds has found, with the time of both, and whether it was the last one."""
+    seconds: float = field(default=0.0, init=False)
+
+    def __call__(self, config: Config, launch: Launch, accelerator: Accelerator) -> Callable[[TrainingSetup], None]:
+        """Check the processes, which are connected; return the function that checks the rest. Collective."""
+        exam = Examination(config, launch, accelerator, _existing_folder(config))
+        self._make(exam, CONNECTED, is_last=False)
+
+        def check_rest(setup: TrainingSetup) -> None:
+            exam.setup, exam.splits = setup, setup.splits
+            self._make(exam, LOADED | CREATED, is_last=True)
+
+        return check_rest
+
+    def _make(self, exam: Examination, checks: Mapping[str, Check], *, is_last: bool) -> None:
+        before, began, found = self.seconds, time.monotonic(), {}
+        for name, check in checks.items():
+            self.seconds = before + time.monotonic() - began
+            if broadcast_from_main(exam.accelerator, lambda: self.seconds > START_SECONDS):
+                found[name] = Finding(NA, f"the checks before it took more than {START_SECONDS:.0f} s")
+            else:
+                found[name] = _examined(exam, check)
+        clear_device_cache()  # the training needs the memory
+        self.seconds = before + time.monotonic() - began
+        self.report(Diagnosis(found, self.seconds), is_last)
+
+
+def _examined(exam: Examination, check: Check) -> Finding:
+    try:
+        return check(exam)
+    except RuntimeError as error:  # a collective that failed has failed on every rank
+        return Finding(FAIL, one_line(error, 200), "no error", "Look at the messages of the other ranks.")
+
+
+def _existing_folder(config: Config) -> Path:
+    """The folder to which the run will be written, or the nearest one above it that exists."""
+    wanted = Path(config.output_dir or Path("runs")).absolute()
+    return next(folder for folder in (wanted, *wanted.parents) if folder.is_dir())

@@ -1,0 +1,189 @@
+"""A node: its cores, its memory and its devices. Is each as fast as the others, and does it compute the same?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from accel_train.errors import counted, one_line
+from accel_train.launch.process import available_cores, core_set, hostname
+from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Finding, judged, on_each_rank, worst_rank
+
+CPU_MAX, CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+LEAST_MEMORY, LEAST_SHARED_MEMORY = 2 * 2**30, 2**30  # bytes of a process, and of a node
+SHARED_MEMORY = Path("/dev/shm")
+SIZE, GPU_SIZE, SECONDS = 1024, 4096, 0.5  # a product takes some milliseconds, so that it is not the start that counts
+SLOW, VERY_SLOW = 0.95, 0.9  # of the median of all ranks (imbue's gpu_stress_test)
+SLOW_CPU = 0.7  # processors share caches and power with others: less than that is rare without a reason
+CONTEXT = 2 * 2**30  # bytes of a GPU that a process may take before it trains
+# https://github.com/stas00/ml-engineering, nvidia/debug.md: each of these asks for a reset or for another GPU.
+QUERY = {
+    "ecc.errors.uncorrected.volatile.total": "uncorrected memory errors",
+    "remapped_rows.pending": "rows of memory that wait to be remapped",
+    "clocks_throttle_reasons.hw_slowdown": "a clock that the hardware slows down",
+}
+
+
+def cores(exam: Examination) -> Finding:
+    """Each process has the cores that the job asked for, and neither more threads nor more data workers than cores."""
+    asked, threads = os.environ.get("SLURM_CPUS_PER_TASK", ""), torch.get_num_threads()
+    workers = exam.config.data.workers or 0
+    everyone = exam.gather((exam.hosts[exam.launch.rank], core_set()))
+    host, mine = everyone[exam.launch.rank]
+    sharing = sum(1 for other, theirs in everyone if other == host and theirs & mine)
+
+    def look() -> Finding:
+        usable = min(available_cores(), cpu_quota() or available_cores())
+        share = usable / sharing
+        found, expected = f"{share:.3g} for each process ({usable:.3g} shared by {sharing})", "at least one a process"
+        if asked.isdigit() and usable < int(asked):
+            advice = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK", or --cpu-bind=none'
+            return Finding(WARN, found, f"{asked} a task (--cpus-per-task)", advice)
+        if share < 1:
+            return Finding(WARN, found, expected, "Start fewer processes, or ask for more cores.")
+        if threads > share:
+            advice = "Unset it: accel-train divides the cores by the processes."
+            return Finding(WARN, f"OMP_NUM_THREADS is {threads}, cores: {found}", "no more threads than cores", advice)
+        measured = f"--data.workers {workers}, cores: {found}"
+        return judged(workers <= share, measured if workers else found, expected, f"--data.workers {int(share)}")
+
+    return worst_rank(exam, look)
+
+
+def cpu_quota(file: Path = CPU_MAX) -> float | None:
+    """The limit of the control group, in cores; None: no limit."""
+    try:
+        quota, period = file.read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+@on_each_rank
+def memory(exam: Examination) -> Finding:
+    """The host's memory that the processes of a node may use."""
+    limit, asked = cgroup_limit(), memory_asked()
+    usable = min(number for number in (psutil.virtual_memory().total, limit, asked) if number is not None)
+    share = usable / exam.ranks_here
+    found = f"{usable / 2**30:.1f} GiB a node, {share / 2**30:.1f} GiB a process"
+    if limit is not None and asked is not None and limit < asked:
+        advice = "Ask the administrators; until then use no more than this."
+        return Finding(WARN, f"the control group allows {found}", f"{asked / 2**30:.1f} GiB (--mem)", advice)
+    return judged(share >= LEAST_MEMORY, found, "2 GiB a process", "Ask for more: --mem, or --mem-per-cpu")
+
+
+def cgroup_limit() -> int | None:
+    """The smallest memory limit of this process's control groups and of those above, in bytes; None: no limit."""
+    try:  # NUMBER:CONTROLLER,…:/PATH
+        own = {line.split(":", 2)[2].lstrip("/") for line in OWN_CGROUP.read_text().splitlines()}
+    except OSError:
+        own = set()
+    groups = {above for group in map(Path, own | {""}) for above in (group, *group.parents)}
+    limits = []
+    for group in groups:
+        for file in (CGROUPS / group / "memory.max", CGROUPS / "memory" / group / "memory.limit_in_bytes"):  # v2, v1
+            with contextlib.suppress(OSError, ValueError):  # "max"
+                limits.append(int(file.read_text()))
+    return min(limits, default=None)
+
+
+def memory_asked() -> int | None:
+    """What Slurm was asked for on this node, in bytes; None: nothing, or all of the node's."""
+    for name, count in (
+        ("SLURM_MEM_PER_NODE", "1"),
+        ("SLURM_MEM_PER_CPU", os.environ.get("SLURM_CPUS_ON_NODE", "")),
+        ("SLURM_MEM_PER_GPU", os.environ.get("SLURM_GPUS_ON_NODE", "")),
+    ):
+        if os.environ.get(name, "").isdigit() and count.isdigit():  # in MiB; 0: all of the node's
+            return int(os.environ[name]) * int(count) * 2**20 or None
+    return None
+
+
+@on_each_rank
+def shared_memory(_: Examination) -> Finding:
+    """/dev/shm, through which data workers pass their batches."""
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    found, expected = f"{free / 2**20:,.0f} MiB free", "1 GiB: data workers pass their batches through it"
+    return judged(free >= LEAST_SHARED_MEMORY, found, expected, "In a container: --shm-size=8g, or --ipc=host.")
+
+
+@on_each_rank
+def gpu_health(exam: Examination) -> Finding:
+    """The processes use the job's GPUs, which no other programs use and of which the driver knows no errors."""
+    device, given = exam.accelerator.device, os.environ.get("SLURM_GPUS_ON_NODE", "")
+    allocated = int(given) if given.isdigit() else 0
+    expected = f"{counted(allocated, 'GPU')} of this job on each node"
+    if device.type != "cuda":
+        if allocated == 0:
+            return Finding(NA, f"the device is {device.type}")
+        advice = "python -c 'import torch; print(torch.cuda.is_available())'; nvidia-smi; is it PyTorch for the CPU?"
+        return Finding(WARN if os.environ.get("ACCELERATE_USE_CPU") else FAIL, "the CPU is used", expected, advice)
+    if exam.ranks_here < allocated:
+        advice = f"Start {allocated} processes on each node (--num_processes, PROCESSES_PER_NODE)."
+        return Finding(WARN, f"{exam.ranks_here} of {allocated} GPUs are used", expected, advice)
+    free, total = torch.cuda.mem_get_info(device)
+    used = total - free - torch.cuda.memory_reserved(device)
+    if used > CONTEXT * exam.ranks_here:  # some may share one GPU
+        found = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB of {device} are used by other programs"
+        advice = "nvidia-smi shows its programs; a killed job's processes may be left: ask for another node."
+        return Finding(WARN, found, "less than 2 GiB: the context", advice)
+    if exam.launch.local_rank != 0 or shutil.which("nvidia-smi") is None:  # one process asks for all GPUs of a node
+        return Finding(PASS if exam.launch.local_rank else NA, "there is no nvidia-smi")
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+    if done.returncode:
+        return Finding(NA, f"nvidia-smi failed: {one_line(done.stdout.strip(), 100)}")
+    return judged_health(done.stdout)
+
+
+def judged_health(table: str) -> Finding:
+    """Judge what nvidia-smi has printed for QUERY: a line for each GPU."""
+    gpus = [[value.strip() for value in line.split(",")] for line in table.splitlines()]
+    expected = f"no {', no '.join(QUERY.values())}"
+    for gpu, values in enumerate(gpus):
+        for (key, trouble), value in zip(QUERY.items(), values, strict=False):
+            if value not in ("0", "No", "Not Active") and not value.startswith("["):  # [N/A], [Not Supported]
+                slow, found = "throttle" in key, f"GPU {gpu} of {hostname()}: {trouble} ({value})"
+                advice = "Look at its temperature and power." if slow else "Have it reset, or ask for another node."
+                return Finding(WARN if slow else FAIL, found, expected, advice)
+    if all(value.startswith("[") for values in gpus for value in values):
+        return Finding(NA, "nvidia-smi says nothing of memory and clocks", expected)
+    return Finding(PASS, counted(len(gpus), "GPU"), expected)
+
+
+def matmul(exam: Examination) -> Finding:
+    """Products of matrices in float32 on each rank: their speed against the median of all, and their bits."""
+    device = exam.accelerator.device
+    size = SIZE if device.type == "cpu" else GPU_SIZE
+    # Made on the CPU, so that all ranks multiply the same. Small integers: no sum is rounded, in whatever order.
+    left, right = (torch.randint(-1, 2, (size, size), generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    a, b = left.to(device, torch.float32), right.to(device, torch.float32)
+    digest = int(((a @ b).to(torch.int64) * torch.arange(size, device=device)).sum().item())
+    exam.accelerator.wait_for_everyone()
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < SECONDS:
+        a @ b
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        count += 1
+    rate = 2 * size**3 * count / (time.perf_counter() - began) / 1e9
+    everyone = exam.gather((rate, digest))
+    median = statistics.median(rate for rate, _ in everyone)
+    found, expected = f"median {median:,.0f} GFLOP/s on {device.type}", "as fast as the median of all ranks, equal bits"
+    if wrong := [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]:
+        return Finding(FAIL, f"{exam.names(wrong)} has a different result than rank 0", expected, "Drain this node.")
+    rank, (slowest, _) = min(enumerate(everyone), key=lambda each: each[1][0])
+    is_cpu = device.type == "cpu"
+    if slowest >= (SLOW_CPU if is_cpu else SLOW) * median:
+        return Finding(PASS, found, expected)
+    status = FAIL if slowest < VERY_SLOW * median and not is_cpu else WARN
+    found = f"{exam.names([rank])} has {slowest / median:.0%} of the {found}"
+    return Finding(status, found, expected, f"All ranks wait for it. Look for other programs on {exam.hosts[rank]}.")

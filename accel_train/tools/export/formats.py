@@ -1,0 +1,198 @@
+"""The formats: each is written into a folder, and loaded from it again as a function from inputs to logits."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from accel_train.config.schema import Model
+from accel_train.data.transforms.parameters import crop_fraction
+from accel_train.errors import UserError, needing, reason_of
+from accel_train.models.factory import more_arguments
+from accel_train.models.hub import CONFIG, FILES, KEPT, architecture_of, is_hub_name
+from accel_train.models.nets import NETS, TORCHVISION
+from accel_train.models.torchvision_models import architecture, is_torchvisions
+from accel_train.records.model_info import ModelInfo
+from accel_train.tools.export.preprocess import FILE
+from accel_train.tools.load_run import LoadedRun
+from accel_train.user_code.reference import parse_reference, short_name
+
+OPSET = 18  # read by onnxruntime from 1.14 on
+INPUT, OUTPUT = "images", "logits"
+DYNAMIC_BATCH: Any = ({0: torch.export.Dim("batch", min=1)},)
+LARGEST_ONNX = 1_900_000_000
+"""Bytes: protobuf's limit is 2 GiB, so the weights of larger models get a file of their own."""
+
+Loaded = Callable[[Tensor], Tensor]
+"""float32 [b, channels, size, size] to logits [b, classes], both on the CPU."""
+
+
+def check_installed(format: str) -> None:
+    """Raise UserError if the packages of a format are missing."""
+    if format == "onnx":
+        with needing("--format onnx needs onnx, onnxruntime and onnxscript: pip install 'accel-train[export]'."):
+            for name in ("onnx", "onnxruntime", "onnxscript"):
+                __import__(name)
+
+
+def write_onnx(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
+    """Write model.onnx; its metadata has the content of preprocess.json."""
+    size = sum(tensor.nbytes for tensor in run.model.state_dict().values())
+    with quietly("onnx"):
+        program: Any = torch.onnx.export(
+            run.model,
+            (_example(run.info),),
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            dynamic_shapes=DYNAMIC_BATCH,
+            verbose=False,
+        )
+        program.model.metadata_props[FILE] = json.dumps(rules)
+        program.save(str(folder / "model.onnx"), external_data=size > LARGEST_ONNX)
+
+
+def load_onnx(folder: Path) -> Loaded:
+    import onnxruntime
+
+    with quietly("onnx"):
+        session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    return lambda inputs: torch.from_numpy(session.run([OUTPUT], {INPUT: inputs.numpy()})[0])
+
+
+def write_pt2(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
+    """Write model.pt2; its extra files have preprocess.json."""
+    with quietly("pt2"):
+        program = torch.export.export(run.model, (_example(run.info),), dynamic_shapes=DYNAMIC_BATCH)
+        torch.export.save(program, folder / "model.pt2", extra_files={FILE: json.dumps(rules)})
+
+
+def load_pt2(folder: Path) -> Loaded:
+    with quietly("pt2"):
+        module = torch.export.load(folder / "model.pt2").module()
+    return lambda inputs: torch.as_tensor(module(inputs))
+
+
+def _example(info: ModelInfo) -> Tensor:
+    return torch.zeros(2, info.channels, info.image_size, info.image_size)  # 2: a batch of 1 might become a constant
+
+
+@contextmanager
+def quietly(format: str) -> Iterator[None]:
+    """Without what libraries print. Whatever they raise about a model becomes a UserError."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    except (OSError, UserError):
+        raise
+    except Exception as error:  # of dozens of types, of which most are not public
+        raise UserError(
+            f"--format {format}: this model cannot be exported so ({reason_of(error, 200)}); --traceback shows where."
+        ) from error
+    finally:
+        logging.disable(disabled)
+
+
+# Models of others that are one of timm's, with the same names of weights: its name there, and its arguments.
+SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{TORCHVISION}{name}": (name, {})
+    for name in (
+        "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d",
+        "resnext101_64x4d", "wide_resnet50_2", "wide_resnet101_2",
+    )
+} | {
+    "vit_s16_plain": ("vit_small_patch16_224", {"class_token": False, "global_pool": "avg", "fc_norm": False})
+}  # fmt: skip
+
+
+def timm_architecture(model: Model, info: ModelInfo) -> tuple[str, dict[str, Any]]:
+    """timm's name of the run's architecture, and the arguments that it is created with.
+
+    Raises UserError if timm has no such architecture.
+    """
+    arguments = more_arguments(model)
+    if is_hub_name(model.name):
+        name, described, _ = architecture_of(model.name, info.origin.architecture)
+        reserved = ("num_classes", "in_chans", "img_size")
+        return name, {key: value for key, value in described.items() if key not in reserved} | arguments
+    theirs = model.name.startswith(TORCHVISION)
+    if (same := TORCHVISION + architecture(model.name) if theirs else model.name) in SAME:
+        if arguments and theirs:
+            raise _not_timms(model, ", with model.kwargs")
+        name, own = SAME[same]
+        return name, own | arguments
+    of_others = model.name in NETS or is_torchvisions(model.name)
+    if of_others or parse_reference("model.name", model.name) is not None:
+        raise _not_timms(model)
+    return model.name.partition(".")[0], arguments
+
+
+def _not_timms(model: Model, more: str = "") -> UserError:
+    name = short_name("model.name", model.name)
+    return UserError(f"--format timm: {name}{more} is not an architecture of timm's; use --format onnx or pt2.")
+
+
+def write_timm(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
+    """Write config.json and model.safetensors."""
+    import timm
+
+    settings, info = run.config.model, run.info
+    name, arguments = timm_architecture(settings, info)
+    if is_hub_name(settings.name):
+        published = architecture_of(settings.name, info.origin.architecture)[2]
+    else:
+        published = timm.models.get_pretrained_cfg(name).to_dict()
+    size, last = info.image_size, (rules["steps"] or [{"resize": info.image_size}])[-1]
+    config = {key: published[key] for key in KEPT if published.get(key) is not None} | {
+        "input_size": [info.channels, size, size],
+        "mean": list(info.mean),
+        "std": list(info.std),
+        "interpolation": rules["interpolation"],
+        "crop_pct": crop_fraction(size, last["resize"]),
+        "crop_mode": "center",
+    }
+    config.pop("num_classes", None)
+    if tuple(published.get("input_size", ())[1:]) != (size, size):
+        config.pop("pool_size", None)
+    if published.get("fixed_input_size") or name == "vit_small_patch16_224":
+        arguments["img_size"] = info.training_size
+    if info.channels != 3:
+        arguments["in_chans"] = info.channels
+        config.pop("first_conv", None)  # else timm would adapt the first layer from three channels once more
+    description = {
+        "architecture": name,
+        "num_classes": len(info.classes),
+        "label_names": list(info.classes),
+        "model_args": arguments,
+        "pretrained_cfg": config,
+    }
+    (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
+    tensors = {
+        key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in run.model.state_dict().items()
+    }
+    save_file(tensors, folder / FILES[0])
+
+
+def load_timm(folder: Path) -> Loaded:
+    import timm
+
+    with quietly("timm"):
+        model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    return model
+
+
+FORMATS = {"timm": (write_timm, load_timm), "onnx": (write_onnx, load_onnx), "pt2": (write_pt2, load_pt2)}

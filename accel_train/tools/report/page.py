@@ -1,0 +1,208 @@
+"""The page of one run: what it shows, its tables, and pages from templates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from accel_train import __version__
+from accel_train.errors import needing, one_line
+from accel_train.files import check_writable
+from accel_train.records.cost import cost_of, cost_text, read_starts
+from accel_train.tools.figures import (
+    CLASS_FIGURES,
+    NO_FIGURE,
+    accuracy_interval,
+    figure_rows,
+    images_of_classes,
+    interval_text,
+    without_images,
+)
+from accel_train.tools.report.curves import charts_of_run, draw
+from accel_train.tools.report.pictures import Picture
+from accel_train.tools.report.records import Row, RunRecords, differences_from_recipe, figure_title, state_of
+from accel_train.tools.report.words import words_of
+
+HEAT_MAP = 50  # classes at most; of more, the most confused pairs are listed
+PAIRS = 50
+
+
+def page_of_run(run: RunRecords, evaluation: Row, worst: Sequence[Picture], notes: Sequence[str]) -> str:
+    """The page of one run. `evaluation`: what evaluation-SPLIT.json holds, or {}; `worst`: images."""
+    records = [evaluation[name] for name in ("model", "ema") if name in evaluation]
+    record: Row = records[-1] if records else {}  # the EMA's if there is one
+    base, differences = differences_from_recipe(run)
+    return render(
+        "report/run.html",
+        title=f"{run.config.recipe or run.name}: {run.name}",
+        state=state_of(run),
+        words=words_of(run, evaluation),
+        facts=facts_of(run),
+        charts=[draw(chart) for chart in charts_of_run(run) if not chart.is_empty],
+        has_events=bool(run.events),
+        figures=figure_table(run, records),
+        records=records,
+        record=record,
+        split=evaluation.get("split", ""),
+        confusion=confusion_table(record, run.info.classes),
+        pairs=confused_pairs(record, run.info.classes),
+        classes=class_table(run, record, evaluation.get("split", "")),
+        worst=worst,
+        base=base,
+        differences=differences,
+        settings=run.settings,
+        machine=machine_of(run),
+        costs=costs_of(run),
+        notes=notes,
+    )
+
+
+def figure_table(run: RunRecords, records: Sequence[Row]) -> list[tuple[str, list[str]]]:
+    """Each figure with its value for each of the weights."""
+    rows = figure_rows(records, run.info.classes, run.config.metrics, multi_label=run.info.multi_label)
+    return [(figure_title(key) if title == key else title, values) for key, title, values in rows]
+
+
+def confusion_table(record: Row, classes: Sequence[str]) -> list[Row]:
+    """The rows of the heat map: of each true class, the count and the share of each predicted class."""
+    confusion = record.get("confusion")
+    if not confusion or len(classes) > HEAT_MAP:
+        return []
+    return [
+        {"name": name, "cells": [(count, count / max(1, sum(counts))) for count in counts]}
+        for name, counts in zip(classes, confusion, strict=True)
+    ]
+
+
+def confused_pairs(record: Row, classes: Sequence[str]) -> list[tuple[str, str, int]]:
+    """(true class, predicted class, images) of the pairs that are confused most often, if there is no heat map."""
+    confusion = record.get("confusion")
+    if not confusion or len(classes) <= HEAT_MAP:
+        return []
+    wrong = [
+        (count, true, said)
+        for true, counts in enumerate(confusion)
+        for said, count in enumerate(counts)
+        if count and true != said
+    ]
+    worst = sorted(wrong, key=lambda entry: (-entry[0], entry[1:]))[:PAIRS]
+    return [(classes[true], classes[said], count) for count, true, said in worst]
+
+
+def class_table(run: RunRecords, record: Row, split: str) -> Row:
+    """The table of the classes, or {} if nothing is known of them.
+
+    "head": the titles; "rows": of each class its name and then cells (number, text, share), where the share of the
+    largest number of images is shown as a bar, or None; "empty": which classes have no image in the `split`.
+    """
+    classes = run.info.classes
+    evaluated = images_of_classes(record)
+    known = record if evaluated else {}
+    images: dict[str, Any] = {
+        name: run.data[name]["class_images"] for name in ("train", "val", "test") if name in run.data
+    }
+    if known:
+        images = {name: counts for name, counts in images.items() if name != split} | {split: evaluated}
+    if not images:
+        return {}
+    columns = {title: known[key] for title, key in CLASS_FIGURES.items() if key in known}
+    intervals = _intervals(known)
+    head = ["class", *(f"{name} images" for name in images)]
+    for title in columns:
+        head += [title, "95% interval"] if title == "recall" and intervals else [title]
+    rows: list[list[Any]] = []
+    for label, name in enumerate(classes):
+        row: list[Any] = [
+            name,
+            *((counts[label], f"{counts[label]:,}", counts[label] / max(1, *counts)) for counts in images.values()),
+        ]
+        for title, values in columns.items():
+            row.append(_cell(values[label] if images[split][label] else None, NO_FIGURE * (not images[split][label])))
+            if title == "recall" and intervals:
+                interval = intervals[label]
+                row.append((-1.0 if interval is None else interval[0], interval_text(interval), None))
+        rows.append(row)
+    return {"head": head, "rows": rows, "empty": without_images(known, classes, split) if known else ""}
+
+
+def _intervals(record: Row) -> list[tuple[float, float] | None]:
+    """The interval of the recall of each class, from the counts."""
+    confusion = record.get("confusion") or []
+    return [accuracy_interval(row[label], sum(row)) if sum(row) else None for label, row in enumerate(confusion)]
+
+
+def _cell(value: float | None, otherwise: str) -> tuple[float, str, None]:
+    return (-1.0, otherwise, None) if value is None else (value, f"{value:.1%}", None)
+
+
+def facts_of(run: RunRecords) -> list[tuple[str, str]]:
+    settings = run.settings
+    trained = run.result.get("train_images")
+    facts = [
+        ("model", str(settings["model.name"])),
+        ("data", f"{settings['data.name']}, {len(run.info.classes)} classes"),
+        ("input", f"{run.info.image_size} x {run.info.image_size} pixels, {run.info.channels} channels"),
+        (
+            "optimizer",
+            f"{settings['optim.name']}, learning rate {settings['optim.lr']:g}, batch {settings['batch-size']}",
+        ),
+        ("epochs", str(settings["epochs"])),
+        ("seed", str(settings["seed"])),
+    ]
+    return facts + ([("training images", f"{trained:,}")] if trained else [])
+
+
+def machine_of(run: RunRecords) -> list[tuple[str, str]]:
+    found = run.environment
+    packages = found.get("packages") or {}
+    rows = [
+        ("processes", str(found.get("world_size", ""))),
+        ("devices", run.devices),
+        ("precision", str(found.get("precision", ""))),
+        ("host", str(found.get("host", ""))),
+        ("platform", str(found.get("platform", ""))),
+        ("cores", str(found.get("cores", ""))),
+        ("Python", str(found.get("python", ""))),
+        *((str(name), str(version)) for name, version in packages.items()),
+        ("CUDA", str(found.get("cuda") or "")),
+        ("commit", str(found.get("commit") or "")),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def costs_of(run: RunRecords) -> list[tuple[str, str]]:
+    """What the run cost, its speed, and how often it was disturbed."""
+    cost = cost_of(read_starts(run.path))
+    rows = [("time", cost_text(cost))] if cost else []
+    if hours := cost.get("accelerator_hours"):
+        rows.append(("accelerator-hours", f"{hours:.3g}"))
+    if speed := run.result.get("images_per_second"):
+        rows.append(("speed of training", f"{speed:,.0f} images/s"))
+    counts = {kind: sum(event[0] == kind for event in run.events) for kind in ("rewind", "skipped")}
+    return rows + [(f"events: {kind}", str(count)) for kind, count in counts.items() if count]
+
+
+def check_page(option: str, path: Path) -> None:
+    """Raise UserError if the page `path` that the `option` names cannot be written, or Jinja2 is not installed: before
+    the work for it is done."""
+    with needing("Jinja2 is not installed, so there is no report: pip install 'accel-train[report]'."):
+        import jinja2  # noqa: F401
+    check_writable(option, path)
+
+
+def render(template: str, **content: Any) -> str:
+    """The page of a template, which is named from the top of the package: "report/run.html"."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("accel_train", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        finalize=lambda value: one_line(value) if type(value) is str else value,  # not the page's own markup
+    )
+    now = datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
+    page: str = environment.get_template(template).render(version=__version__, now=now, **content)
+    return page

@@ -1,0 +1,174 @@
+"""`accel-train preview RECIPE`: one picture with the images that a model will see, as it will see them."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from accel_train import models
+from accel_train.config.schema import Augment, Config
+from accel_train.data.loading import create_loader
+from accel_train.data.order.samplers import IndexBatch
+from accel_train.data.sources.splits import Source, Splits, has_one_size
+from accel_train.data.transforms.batch import BatchTransform
+from accel_train.data.transforms.parameters import transforms_each_image
+from accel_train.errors import UserError, writing
+from accel_train.files import atomic_replacement, check_writable
+from accel_train.launch.environment import Launch
+from accel_train.records.model_info import ModelInfo
+from accel_train.records.summary import model_info_of
+from accel_train.run.start import find_start, load_data
+from accel_train.tools.inference import Preprocessing
+from accel_train.tools.report.curves import import_pyplot
+from accel_train.tools.report.pictures import image_uri, input_uri
+from accel_train.training_setup import connect
+
+VIEWS = 3
+"""How often each training image is shown with its augmentation."""
+INCHES = 1.6  # of an image with its title
+
+Picture = tuple[str, str]
+"""An image as a data: URI, and its label."""
+
+
+@dataclass(frozen=True)
+class Augmented:
+    """A training image, each time that the model saw it."""
+
+    name: str
+    views: list[tuple[str, str]]
+    """(the image as a data: URI, its label) of each time: one if all are the same."""
+
+
+@dataclass(frozen=True)
+class PreviewResult:
+    """A picture that was written."""
+
+    path: Path
+    training: tuple[Augmented, ...]
+    """The images of the training that it shows."""
+
+
+def preview(launch: Launch, config: Config, output: Path, *, images: int = 8) -> PreviewResult:
+    """Write a PNG: a row for each of `images` training images, plain and augmented as in the first epochs, and a row of
+    images of each other split as an evaluation sees them, all with their labels.
+
+    The images are drawn at random, always the same. Nothing is trained, and no model is made. Raises UserError.
+    """
+    launch.check_alone("preview")
+    if images < 1:
+        raise UserError(f"images: expected at least 1, found {images}.")
+    import_pyplot()  # its absence is told before the work
+    check_writable("--output", output)
+    config = dataclasses.replace(config, resume="never", trackers=())
+    accelerator = connect(config, launch)
+    config = find_start(config, accelerator).config
+    splits = load_data(config, accelerator)
+    info = model_info_of(config, splits, models.input_size(config.model, splits.image_size, config.origin))
+    training = augmented_pictures(splits, info, config, samples=images, times=VIEWS)
+    kept = {name: getattr(config.augment, name) for name in ("resize", "interpolation", "mean", "std")}
+    without = dataclasses.replace(config, augment=Augment(**kept))
+    plain = augmented_pictures(splits, info, without, samples=images, times=1)
+    rows = [("train", [before.views[0], *after.views]) for before, after in zip(plain, training, strict=True)]
+    for split, source in (("val", splits.validation), ("test", splits.test)):
+        if source is not None:
+            rows.append((split, _evaluated(source, splits, info, config)))
+    with writing("--output", output), atomic_replacement(output) as temporary:
+        _draw(rows, temporary)
+    return PreviewResult(output, tuple(training))
+
+
+def _evaluated(source: Source, splits: Splits, info: ModelInfo, config: Config) -> list[Picture]:
+    """Some images of a split as the evaluation shows them to the model; those that cannot be read are left out."""
+    preprocessing, pictures = Preprocessing(info, config.augment), list[Picture]()
+    for id in np.random.default_rng(0).permutation(len(source))[: 1 + VIEWS].tolist():
+        with contextlib.suppress(UserError):
+            label = label_text(source.labels[id], splits.classes)
+            pictures.append((input_uri(source, id, preprocessing, info), label))
+    return pictures
+
+
+def _draw(rows: list[tuple[str, list[Picture]]], path: Path) -> None:
+    """A grid of images under their labels. The first column of training images is without augmentation."""
+    pyplot = import_pyplot()
+    size = ((1 + VIEWS) * INCHES, len(rows) * INCHES)
+    figure, grid = pyplot.subplots(len(rows), 1 + VIEWS, figsize=size, squeeze=False, layout="constrained")
+    for (split, pictures), axes in zip(rows, grid, strict=True):
+        for number, axis in enumerate(axes):
+            axis.set_axis_off()
+            if number < len(pictures):
+                uri, label = pictures[number]
+                pixels: Any = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))))
+                axis.imshow(pixels, cmap="gray", vmin=0, vmax=255)
+                plain = " (plain)" if split == "train" and number == 0 else ""
+                axis.set_title(f"{split}{plain}: {label}"[:40], fontsize=6, parse_math=False)
+    figure.savefig(path, format="png", dpi=150)
+    pyplot.close(figure)
+
+
+def augmented_pictures(splits: Splits, info: ModelInfo, config: Config, *, samples: int, times: int) -> list[Augmented]:
+    """`samples` training images, drawn at random but always the same, each as the first epochs show it, `times` times;
+    once if all are the same.
+
+    The random parameters are those of these epochs. With mixup and CutMix two neighbours in an update are mixed;
+    here, two of the images shown. Raises UserError if an image cannot be read.
+    """
+    source, augment, size = splits.train, config.augment, info.training_size
+    per_image = transforms_each_image(has_one_size(source), augment, training=True)
+    transform = BatchTransform(
+        augment,
+        size=size,
+        mean=info.mean,
+        std=info.std,
+        full_scale=splits.full_scale,
+        num_classes=len(splits.classes),
+        training=True,
+        per_image=per_image,
+        device=torch.device("cpu"),
+    )
+    readable = np.arange(len(source)) if splits.unreadable is None else (~splits.unreadable).nonzero()[:, 0].numpy()
+    chosen = np.random.default_rng(0).choice(readable, min(samples, len(readable)), replace=False)
+    ids = torch.from_numpy(np.resize(chosen, len(chosen) + len(chosen) % 2)).long()  # mixing takes pairs
+    batches = [IndexBatch(epoch, ids, torch.ones(len(ids))) for epoch in range(times)]
+    loader = create_loader(
+        source,
+        batches,  # type: ignore[arg-type]  # a sampler only has to be iterable
+        augment,
+        training=True,
+        size=size,
+        seed=config.seed,
+        workers=0,
+        device=torch.device("cpu"),
+        reduced_decode=config.data.reduced_decode,
+        draw_parameters=transform.draw_parameters,
+    )
+    views: list[list[tuple[str, str]]] = [[] for _ in chosen]
+    for batch in loader:
+        if isinstance(batch, UserError):
+            raise batch
+        inputs, targets = transform(batch)
+        for number, seen in enumerate(views):
+            view = image_uri(inputs[number], info), label_text(targets[number], splits.classes)
+            if view not in seen:
+                seen.append(view)
+    return [Augmented(source.name(int(id)), seen) for id, seen in zip(chosen, views, strict=True)]
+
+
+def label_text(target: Tensor, classes: tuple[str, ...]) -> str:
+    """The classes of a target: int64 [], or the share of each class, float32 [classes]: "cat 70%, dog 30%". What
+    rounds to nothing is left out."""
+    if target.ndim == 0:
+        return classes[int(target)]
+    shares = [(round(100 * share), label) for label, share in enumerate(target.tolist())]
+    shown = sorted((entry for entry in shares if entry[0]), key=lambda entry: (-entry[0], entry[1]))
+    return ", ".join(classes[label] + (f" {share}%" if share < 100 else "") for share, label in shown) or "none"

@@ -1,0 +1,382 @@
+"""`accel-train export` of real runs, and of models of every kind with weights that were never trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import helpers
+import numpy as np
+import onnxruntime
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from accel_train import cli
+from accel_train.config.options import parse
+from accel_train.config.origin import Origin
+from accel_train.config.schema import to_yaml
+from accel_train.models.factory import create_model
+from accel_train.models.hub import describe
+from accel_train.records.model_info import ModelInfo
+from accel_train.tools.export.preprocess import prepare
+from accel_train.tools.load_run import load
+from accel_train.user_code.reference import file_hash
+
+
+@pytest.fixture
+def digits(digits_run: Path, tmp_path: Path) -> Path:
+    """A copy of the run of digits."""
+    return Path(shutil.copytree(digits_run, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 12 small JPEGs of two classes."""
+    root = tmp_path_factory.mktemp("photos")
+    random = np.random.default_rng(0)
+    for number in range(12):
+        file = root / ("dark", "light")[number % 2] / f"{number}.jpg"
+        file.parent.mkdir(exist_ok=True)
+        noise = random.integers(0, 100, (9, 12, 3), dtype=np.uint8) + 120 * (number % 2)
+        Image.fromarray(noise.astype(np.uint8)).resize((60 + 7 * number, 50), Image.Resampling.BICUBIC).save(file)
+    return root
+
+
+def run_of(folder: Path, photos: Path, name: str, size: int, *words: str, channels: int = 3) -> Path:
+    """The folder of a run whose model has random weights, and the photos as its data."""
+    run = folder / "run"
+    run.mkdir(parents=True)
+    data = f"--data.name folder --data.root {photos} --data.test-fraction 0.5 --data.channels {channels}".split()
+    config = parse(["mnist_cnn", *data, "--model.name", name, "--model.image-size", str(size), *words])
+    origin = Origin(model=name, architecture=describe(name).architecture) if name.startswith("local-dir:") else Origin()
+    mean, std = (0.5, 0.4, 0.6)[:channels], (0.2, 0.3, 0.25)[:channels]
+    info = ModelInfo(("dark", "light"), channels, size, None, mean, std, origin=origin)
+    torch.manual_seed(0)
+    model = create_model(
+        config.model, num_classes=2, channels=channels, image_size=size, published=False, origin=origin
+    )
+    save_file({key: tensor.clone() for key, tensor in model.state_dict().items()}, run / "model.safetensors")
+    (run / "config.yaml").write_text(to_yaml(config))
+    (run / "model.json").write_text(info.to_json())
+    return run
+
+
+def exported(run: Path, format: str, *words: object) -> int:
+    return cli.main(["export", str(run), "--format", format, *map(str, words)])
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def rules_in(folder: Path) -> dict[str, Any]:
+    rules: dict[str, Any] = json.loads((folder / "preprocess.json").read_text())
+    return rules
+
+
+@pytest.mark.slow
+def test_onnx_of_the_digits(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exported(digits, "onnx") == 0
+    said = capsys.readouterr().out
+    assert "ema.safetensors (EMA)" in said
+    assert "64 images of digits (test split)" in said
+    assert "the same class as predict for 64 of 64 images" in said
+    folder = digits / "export-onnx"
+    assert files_in(folder) == {"model.onnx", "preprocess.json", "README.md"}
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    rules = rules_in(folder)
+    assert json.loads(session.get_modelmeta().custom_metadata_map["preprocess.json"]) == rules
+    assert rules["classes"] == list("0123456789")
+    run = load(digits)  # with the weights of the EMA, too
+    for file in sorted((digits / "examples").glob("*.png")):
+        logits = session.run(["logits"], {"images": prepare(file, rules)[None]})[0]
+        assert rules["classes"][logits.argmax()] == run.predict([file])[0].classes[0]
+    for count in (1, 7):
+        inputs = torch.randn(count, 1, 8, 8)
+        found = session.run(["logits"], {"images": inputs.numpy()})[0]
+        with torch.inference_mode():
+            assert np.abs(run.model(inputs).numpy() - found).max() < 1e-3
+
+    card = (folder / "README.md").read_text()
+    assert "exponential moving average" in card
+    result = json.loads((digits / "result.json").read_text())
+    assert f"- accuracy: {result['ema_test_accuracy']:.2%}\n" in card
+    assert "ema.enabled True" in card
+    assert str(digits) not in card
+
+
+def test_pt2_with_the_weights_of_the_model(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", str(digits)]) == 0
+    evaluation = json.loads((digits / "evaluation-test.json").read_text())["model"]
+    assert exported(digits, "pt2", "--weights", "model", "--output", tmp_path / "there" / "net") == 0
+    folder = tmp_path / "there" / "net"
+    extra = {"preprocess.json": ""}
+    program = torch.export.load(folder / "model.pt2", extra_files=extra)
+    assert json.loads(extra["preprocess.json"]) == rules_in(folder)
+    model = load(digits).model
+    model.load_state_dict(load_file(digits / "model.safetensors"))
+    for count in (1, 5):
+        inputs = torch.randn(count, 1, 8, 8)
+        with torch.inference_mode():
+            assert (program.module()(inputs) - model(inputs)).abs().max() < 1e-3
+    low, high = evaluation["accuracy_interval"]
+    card = (folder / "README.md").read_text()
+    assert f"- accuracy: {evaluation['accuracy']:.2%}\n" in card
+    assert f"- 95% interval of the accuracy (Wilson): {low:.1%} to {high:.1%}\n" in card
+
+    (digits / "ema.safetensors").unlink()
+    capsys.readouterr()
+    assert exported(digits, "pt2", "--weights", "ema") == 2
+    assert "has no EMA; use --weights model" in capsys.readouterr().err
+
+
+def test_an_export_replaces_an_earlier_one_and_nothing_else(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = digits / "export-pt2"
+    folder.mkdir()
+    assert exported(digits, "pt2") == 0  # in an empty folder
+    first = (folder / "model.pt2").read_bytes()
+    assert exported(digits, "pt2", "--weights", "model") == 0
+    assert (folder / "model.pt2").read_bytes() != first
+    (folder / "notes.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    capsys.readouterr()
+    assert exported(digits, "pt2") == 2
+    assert "holds other files (notes.txt)" in capsys.readouterr().err
+    assert exported(digits, "pt2", "--output", digits) == 2
+    assert exported(digits, "pt2", "--output", digits / "config.yaml") == 2
+    assert "is a file" in capsys.readouterr().err
+    other = digits / "own"
+    other.mkdir()
+    (other / "model.safetensors").touch()  # somebody's model, which no export has written
+    assert exported(digits, "pt2", "--output", other) == 2
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert not [path for path in digits.iterdir() if path.name.startswith(".")]
+
+
+def test_what_is_not_timms_is_refused(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exported(digits, "timm") == 2
+    assert "digits_cnn is not an architecture of timm's; use --format onnx or pt2." in capsys.readouterr().err
+    assert not (digits / "export-timm").exists()
+
+
+def test_a_timm_directory(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path, photos, "test_resnet", 40, "--augment.resize", "50")
+    assert exported(run, "timm", "--output", tmp_path / "net") == 0
+    assert "the same class as predict for 6 of 6 images" in capsys.readouterr().out
+    assert files_in(tmp_path / "net") == {"config.json", "model.safetensors", "preprocess.json", "README.md"}
+    model = timm.create_model(f"local-dir:{tmp_path / 'net'}", pretrained=True).eval()
+    assert model.num_classes == 2
+    assert model.pretrained_cfg["label_names"] == ["dark", "light"]
+    transform = timm.data.create_transform(**timm.data.resolve_data_config(model.pretrained_cfg))
+    ours, files = load(run), sorted(photos.rglob("*.jpg"))
+    for file in files:
+        inputs = transform(Image.open(file).convert("RGB"))
+        assert np.abs(inputs.numpy() - prepare(file, rules_in(tmp_path / "net"))).max() < 1e-5
+        with torch.inference_mode():
+            assert (model(inputs[None]) - ours.model(inputs[None])).abs().max() < 1e-3
+
+    # And back: a new run can begin from it.
+    again = run_of(tmp_path / "again", photos, f"local-dir:{tmp_path / 'net'}", 40)
+    assert exported(again, "timm") == 0
+    assert json.loads((again / "export-timm" / "config.json").read_text())["architecture"] == "test_resnet"
+    assert str(tmp_path) not in (again / "export-timm" / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size", "channels", "words"),
+    [
+        ("test_vit", 64, 3, ("--model.gradient-checkpointing", "true")),
+        ("test_efficientnet", 32, 1, ("--model.freeze-body", "true")),
+        ("torchvision/resnet18.IMAGENET1K_V1", 32, 1, ()),
+        ("vit_s16_plain", 32, 3, ()),
+    ],
+)
+def test_timm_has_more_than_its_own_names(
+    name: str, size: int, channels: int, words: tuple[str, ...], photos: Path, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, photos, name, size, *words, channels=channels)
+    assert exported(run, "timm") == 0
+    model = timm.create_model(f"local-dir:{run / 'export-timm'}", pretrained=True).eval()
+    inputs = torch.randn(3, channels, size, size)
+    with torch.inference_mode():
+        assert (model(inputs) - load(run).model(inputs)).abs().max() < 1e-3
+
+
+CODE = """
+import random
+
+import torch
+from torch import nn
+
+
+class Random(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, images):
+        return images.mean((1, 2, 3))[:, None] * self.scale + random.random()
+
+
+class Parity(Random):
+    # A rounding of one pixel changes the class.
+    def forward(self, images):
+        odd = ((images * 0.25 + 0.5) * 255).round().sum((1, 2, 3)) % 2
+        return torch.stack([odd, 1 - odd], 1) * 9 * self.scale
+
+
+def drawn(num_classes, in_chans, image_size):
+    return Random()
+
+
+def parity(num_classes, in_chans, image_size):
+    return Parity()
+"""
+
+
+@pytest.fixture
+def own(photos: Path, tmp_path: Path) -> Path:
+    """A file with models of a user's own."""
+    path = tmp_path / "own.py"
+    path.write_text(CODE)
+    return path
+
+
+def own_run(folder: Path, photos: Path, code: Path, function: str) -> Path:
+    """The folder of a run with the user's own model."""
+    run = run_of(folder, photos, f"{code}:{function}", 24)
+    (run / "code").mkdir()
+    shutil.copyfile(code, run / "code" / "own.py")
+    (run / "code.json").write_text(json.dumps({"model.name": {"kept": "code/own.py", "sha256": file_hash(code)}}))
+    info = json.loads((run / "model.json").read_text())
+    info |= {"mean": [0.5] * 3, "std": [0.25] * 3}
+    (run / "model.json").write_text(json.dumps(info))
+    return run
+
+
+def test_an_export_that_differs_is_not_put_in_place(
+    photos: Path, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python's random numbers become a constant in an exported program."""
+    run = own_run(tmp_path, photos, own, "drawn")
+    assert exported(run, "pt2", "--trust-code", "true") == 1
+    said = capsys.readouterr()
+    assert "from equal inputs the logits differ by up to" in said.err
+    assert "Do not use this export" in said.err
+    assert not (run / "export-pt2").exists()
+    assert "model.pt2" in files_in(run / "export-pt2-failed")
+
+
+def test_another_class_from_files_is_a_failure(
+    photos: Path, own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = own_run(tmp_path, photos, own, "parity")
+    assert exported(run, "onnx", "--trust-code", "true") == 1
+    said = capsys.readouterr()
+    assert "images get another class than by predict: " in said.err
+    assert "by predict" in said.err
+    assert "Do not use this export" in said.err
+
+
+def test_a_model_that_torch_cannot_export(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = tmp_path / "own.py"
+    code.write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.line = nn.Linear(3, 2)\n\n    def forward(self, images):\n"
+        "        means = images.mean((2, 3))\n        return self.line(means * 2 if means.sum() > 1 else means)\n\n\n"
+        "def net(num_classes, in_chans, image_size):\n    return Net()\n"
+    )
+    run = own_run(tmp_path, photos, code, "net")
+    assert exported(run, "pt2", "--trust-code", "true") == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert "--format pt2: this model cannot be exported so (" in errors[0]
+    assert not (run / "export-pt2").exists()
+
+
+@pytest.mark.slow
+def test_without_the_data(digits: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = digits / "config.yaml"
+    config.write_text(config.read_text().replace("name: digits\n", "name: mnist\n").replace("root: data", "root: gone"))
+    assert exported(digits, "pt2") == 0
+    said = capsys.readouterr().out
+    assert f"5 images of {digits / 'examples'} (" in said
+    assert "the same class as predict for 5 of 5 images" in said
+
+    gone = tmp_path / "gone"
+    shutil.copytree(photos, gone)
+    run = run_of(tmp_path / "other", gone, "test_resnet", 32)
+    shutil.rmtree(gone)
+    assert exported(run, "pt2") == 0
+    said = capsys.readouterr().out
+    assert "8 random inputs (" in said
+    assert "from files: not compared" in said
+
+
+def test_images_of_16_bits_are_compared_with_8(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deep = tmp_path / "deep"
+    for file in photos.rglob("*.jpg"):
+        pixels = np.asarray(Image.open(file).convert("L")).astype(np.uint16) * 257
+        (deep / file.parent.name).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(deep / file.parent.name / f"{file.stem}.png")
+    run = run_of(tmp_path / "other", deep, "test_resnet", 32, channels=1)
+    assert exported(run, "timm") == 0
+    assert "the same class as predict for 6 of 6 images; pixels differ by at most 1.0 of 255" in capsys.readouterr().out
+
+
+@pytest.mark.ci
+def test_the_range_of_the_data_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without it the images of 12 bits would be black to a program that knows only the export."""
+    numbers = np.random.default_rng(0)
+    for number in range(24):
+        path = tmp_path / "scans" / ("train", "test")[number >= 16] / ("dark", "light")[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values = numbers.integers(0, 1600, (8, 8)) + 2400 * (number % 2)
+        Image.fromarray(values.astype(np.uint16)).save(path)
+    run = tmp_path / "run"
+    words = f"digits --data.name folder --data.root {tmp_path}/scans --data.range 0 4095 --data.channels 1 --epochs 1"
+    words += f" --model.image-size 8 --batch-size 8 --data.workers 0 --output-dir {run}"
+    assert cli.main(["train", *words.split()]) == 0
+    assert exported(run, "pt2") == 0
+    assert "the same class as predict for 8 of 8 images" in capsys.readouterr().out
+    folder = run / "export-pt2"
+    assert rules_in(folder)["range"] == [0, 4095]
+    assert "0 is 0 (black), 4095 is 255 (white)" in (folder / "README.md").read_text()
+
+
+def test_missing_packages_and_options(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", str(digits)]) == 2
+    assert "--format is missing; choose timm, onnx or pt2." in capsys.readouterr().err
+    script = (
+        "import sys; sys.modules['onnxruntime'] = None; from accel_train.cli import main; "
+        f"sys.exit(main(['export', {str(digits)!r}, '--format', 'onnx']))"
+    )
+    ran = helpers.python("-c", script)
+    assert ran.returncode == 2
+    needed = "onnx, onnxruntime and onnxscript: pip install 'accel-train[export]'."
+    assert ran.stderr == f"accel-train: error: --format onnx needs {needed}\n"
+
+
+@pytest.mark.slow
+def test_several_labels_and_tensors_of_ones_own(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, photos, "test_resnet", 32)
+    info = json.loads((run / "model.json").read_text())
+    (run / "model.json").write_text(json.dumps(info | {"multi_label": True}))
+    assert exported(run, "pt2") == 0
+    assert "the same class as predict for 6 of 6 images" in capsys.readouterr().out
+    assert rules_in(run / "export-pt2")["probabilities"] == "sigmoid"
+
+    (run / "model.json").write_text(json.dumps(info | {"full_scale": 1}))
+    assert exported(run, "onnx") == 0
+    assert "from files: not compared" in capsys.readouterr().out
+    assert rules_in(run / "export-onnx")["steps"] is None

@@ -1,0 +1,101 @@
+"""Made-up records of runs, for pages that no quick training would give."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sklearn.metrics import confusion_matrix
+
+from accel_train.config.schema import Config
+from accel_train.records.model_info import ModelInfo
+from accel_train.tools.figures import multi_label_figures, single_label_figures
+from accel_train.tools.report.records import RunRecords
+
+Losses = Sequence[float | None]
+
+
+def made_up_run(
+    names: Sequence[str] = ("cat", "dog"),
+    *,
+    train: Losses = (),
+    val: Losses = (),
+    test: Losses = (),
+    ema: Losses = (),
+    multi_label: bool = False,
+    epochs: int | None = None,
+    data: dict[str, Any] | None = None,
+    result: dict[str, Any] | None = None,
+    status: dict[str, Any] | None = None,
+    events: Sequence[str] = (),
+    config: Config | None = None,
+) -> RunRecords:
+    """The records of a run with the classes `names` and ten updates an epoch. `train`, `val`, `test`, `ema` (of val):
+    the loss of each epoch; the accuracy is 1 - loss / 10. `events`: texts of event lines."""
+    lines: list[dict[str, Any]] = []
+    metric = "map" if multi_label else "accuracy"
+    kinds = (("train", "model", train), ("val", "model", val), ("val", "ema", ema), ("test", "model", test))
+    for split, weights, losses in kinds:
+        for epoch, loss in enumerate(losses, 1):
+            row = {"kind": "eval", "split": split, "weights": weights, "epoch": epoch, "update": 10 * epoch}
+            figures = {"loss": loss, metric: None if loss is None else 1 - loss / 10, "count": 100}
+            lines.append(row | figures)
+    for update in range(1, 10 * len(train) + 1):
+        row = {"kind": "train", "update": update, "epoch": (update + 9) // 10, "loss": 1.0, "accuracy": 0.5}
+        lines.append(row | {"lr": 0.1, "images_per_second": 500.0, "data_wait_fraction": 0.1})
+    lines += [{"kind": "event", "text": text, "update": 5} for text in events]
+    done = len(train) or 1
+    finished = {"epochs": done, "updates": 10 * done, "stopped_by": "epochs", "images_per_second": 500.0}
+    return RunRecords(
+        Path("there is no such folder"),
+        config or dataclasses.replace(Config(), epochs=epochs or done, recipe="digits"),
+        ModelInfo(tuple(names), 3, 32, None, (0.5,) * 3, (0.5,) * 3, multi_label=multi_label),
+        finished if result is None else result,
+        status or {"state": "finished", "epoch": done, "update": 10 * done, "updates": 10 * (epochs or done)},
+        {"host": "here"},
+        lines,
+        data or {},
+    )
+
+
+def made_up_evaluation(
+    names: Sequence[str], count: int, *, sure: float = 3.0, split: str = "test", seed: int = 0, **more: Any
+) -> dict[str, Any]:
+    """What evaluation-SPLIT.json holds for random logits; the true class's are higher by `sure`."""
+    numbers = np.random.default_rng(seed)
+    labels = numbers.integers(len(names), size=count)
+    logits = numbers.normal(size=(count, len(names))).astype(np.float32)
+    logits[np.arange(count), labels] += sure
+    return evaluation_of(labels, logits, names, split) | more
+
+
+def evaluation_of(labels: Any, logits: Any, names: Sequence[str], split: str = "test") -> dict[str, Any]:
+    confusion = confusion_matrix(labels, logits.argmax(1), labels=range(len(names)))
+    accuracy = float((labels == logits.argmax(1)).mean())
+    figures = {"weights": "model.safetensors", "loss": 1.0, "accuracy": accuracy, "count": len(labels)}
+    more = {"confusion": confusion.tolist(), "top5_accuracy": 0.9}
+    return {"split": split, "model": figures | single_label_figures(logits, labels) | more}
+
+
+def evaluation_by_counts(confusion: Sequence[Sequence[int]], split: str = "test") -> dict[str, Any]:
+    """What evaluation-SPLIT.json holds for these counts [true class][predicted class]."""
+    counts = np.array(confusion)
+    labels = np.repeat(np.arange(len(counts)), counts.sum(1))
+    predicted = np.concatenate([np.repeat(np.arange(len(counts)), row) for row in counts])
+    logits = np.eye(len(counts), dtype=np.float32)[predicted]
+    return evaluation_of(labels, logits, [""] * len(counts), split)
+
+
+def multi_label_evaluation(names: Sequence[str], count: int, share: float) -> dict[str, Any]:
+    """Each class is a label of the fraction `share` of the images."""
+    numbers = np.random.default_rng(0)
+    labels = np.zeros((count, len(names)), dtype=bool)
+    labels[: round(share * count)] = True
+    logits = (numbers.normal(size=labels.shape) + 2 * labels - 1).astype(np.float32)
+    figures = {"weights": "model.safetensors", "loss": 0.3, "map": 0.8, "f1": 0.7, "count": count}
+    images = labels.sum(0).tolist()
+    more = {"class_average_precision": [0.8] * len(names), "class_images": images}
+    return {"split": "test", "model": figures | multi_label_figures(logits, labels) | more}

@@ -1,0 +1,87 @@
+"""One run's page: what it shows of runs that are not as usual, and of the images."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html import unescape
+from pathlib import Path
+
+import pytest
+from made_runs import make_run
+from made_up import evaluation_by_counts, made_up_evaluation, made_up_run, multi_label_evaluation
+
+from accel_train import cli
+from accel_train.config.schema import Config, Loss
+from accel_train.ownership.owner import Owner, publish_owner, write_private
+from accel_train.tools.figures import accuracy_interval
+from accel_train.tools.report.page import page_of_run
+from accel_train.tools.report.records import read_run, state_of
+from accel_train.tools.report.words import words_of
+
+FALLING = [2.0, 1.5, 1.1, 0.8, 0.6, 0.45, 0.35]
+TURNING = [2.0, 1.5, 1.0, 1.2, 1.3, 1.4, 1.5]
+
+
+def text_of(html: str) -> str:
+    html = re.sub(r"<(style|script)>.*?</\1>", "", html, flags=re.DOTALL)
+    return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
+
+
+@pytest.mark.ci
+def test_the_best_epoch_is_marked_in_the_curves() -> None:
+    marked = page_of_run(made_up_run(train=FALLING, val=TURNING), {}, [], [])
+    assert marked.count("best epoch: 3") == 2  # of the loss and of the accuracy
+    assert "best epoch:" not in page_of_run(made_up_run(train=FALLING, test=TURNING), {}, [], [])
+
+
+def test_a_class_has_its_images_of_each_split_and_an_interval() -> None:
+    data = {"train": {"images": 44, "class_images": [40, 4]}, "val": {"images": 5, "class_images": [5, 0]}}
+    page = page_of_run(made_up_run(data=data), evaluation_by_counts([[10, 0], [1, 3]]), [], [])
+    classes = text_of(page[page.index('<section id="classes">') :])
+    low, high = accuracy_interval(3, 4)
+    assert "train images val images test images precision recall 95% interval f1" in classes
+    assert "cat 40 5 10 90.9% 100.0% 72.2 … 100.0%" in classes
+    assert f"dog 4 0 4 100.0% 75.0% {100 * low:.1f} … {high:.1%}" in classes
+
+
+@pytest.mark.ci
+def test_names_with_markup_and_several_labels() -> None:
+    names = ["<script>alert(1)</script>", "a & b", "\u6f22\u5b57"]
+    page = page_of_run(made_up_run(names, train=FALLING), made_up_evaluation(names, 60), [], ["<b>note</b>"])
+    assert "<script>alert" not in page and "<b>note" not in page
+    several = made_up_run(names, multi_label=True, train=FALLING, val=TURNING, ema=FALLING)
+    page = page_of_run(several, multi_label_evaluation(names, 40, 0.5), [], [])
+    assert "mean average precision of 80.0% on 40 test images" in text_of(page)
+    assert "average precision" in page
+
+
+def test_why_images_are_missing(digits_run: Path, tmp_path: Path, fresh_accelerate: None) -> None:
+    run = Path(shutil.copytree(digits_run, tmp_path / "run"))
+    config = (run / "config.yaml").read_text().replace("name: digits\n", "name: folder\n", 1)
+    assert cli.main(["report", str(run)]) == 0
+    (run / "config.yaml").write_text(config)
+    assert cli.main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "The images are left out: --data.root data" in page and '<section id="worst">' not in page
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("loss", ["mine.py:focal", "binary_cross_entropy"])
+def test_a_loss_that_evaluation_does_not_compute_is_apart(loss: str) -> None:
+    config = Config(recipe="digits", epochs=7, loss=Loss(name=loss))
+    page = text_of(page_of_run(made_up_run(train=FALLING, val=TURNING, config=config), {}, [], []))
+    assert f"training loss ({loss})" in page and "loss (cross-entropy)" in page
+
+
+def test_a_killed_run_does_not_train(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", None)
+    (run / "result.json").unlink()
+    status = {"state": "training", "epoch": 1, "update": 3}
+    (run / "status.json").write_text(json.dumps(status))
+    killed = read_run(run)
+    assert state_of(killed).startswith("stale at epoch 1")
+    assert "The run died or was killed in epoch 1 of" in " ".join(each.text for each in words_of(killed, {}))
+    publish_owner(write_private(run, Owner.of_this_process()), run / "owner.json")
+    assert state_of(read_run(run)).startswith("training at epoch 1")

@@ -1,0 +1,265 @@
+"""`accel-train report`: true figures, one file, read by a real browser."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import re
+import shutil
+import time
+import warnings
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import CHROMIUM, in_browser
+from sklearn.metrics import accuracy_score, balanced_accuracy_score, confusion_matrix, log_loss
+from sklearn.metrics import precision_recall_fscore_support as figures_of_classes
+
+from accel_train import cli
+from accel_train.errors import COMMANDS, one_line
+from accel_train.tools.figures import single_label_figures, softmax
+from accel_train.tools.predictions import read_predictions
+from accel_train.tools.report.page import page_of_run
+from accel_train.tools.report.pictures import Picture
+from accel_train.tools.report.records import RunRecords, read_run
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+
+@pytest.fixture(scope="module")
+def run(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(digits_run, tmp_path_factory.mktemp("report") / "run"))
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> str:
+    assert cli.main(["report", str(run)]) == 0
+    return (run / "report.html").read_text()
+
+
+def section(page: str, name: str) -> str:
+    found = re.search(rf'<section id="{name}">.*?</section>', page, re.DOTALL)
+    assert found, name
+    return found[0]
+
+
+def rows(html: str) -> list[list[str]]:
+    """The cells of each row of the tables in `html`."""
+    return [
+        [unescape(re.sub(r"<[^>]+>", "", cell)).strip() for cell in re.findall(r"<t[dh].*?</t[dh]>", row, re.DOTALL)]
+        for row in re.findall(r"<tr>.*?</tr>", html, re.DOTALL)
+    ]
+
+
+@pytest.mark.ci
+def test_all_figures_are_those_of_scikit_learn_from_the_predictions(run: Path, page: str) -> None:
+    found = read_predictions(run / "predictions-test.npz")
+    predicted = found.logits.argmax(1)
+    macro = figures_of_classes(found.labels, predicted, average="macro", zero_division=0)
+    weighted = figures_of_classes(found.labels, predicted, average="weighted", zero_division=0)
+    shown = {row[0]: row[-1] for row in rows(section(page, "figures"))}  # the last column is the EMA's
+    assert shown["accuracy"] == f"{accuracy_score(found.labels, predicted):.2%}"
+    assert shown["loss"] == f"{log_loss(found.labels, softmax(found.logits)):.4f}"
+    assert shown["balanced accuracy"] == f"{balanced_accuracy_score(found.labels, predicted):.2%}"
+    for number, name in enumerate(("precision", "recall", "f1")):
+        assert shown[f"{name} (macro)"] == f"{macro[number]:.2%}"
+        assert shown[f"{name} (weighted)"] == f"{weighted[number]:.2%}"
+    counts = confusion_matrix(found.labels, predicted)
+    heat = rows(section(page, "confusion"))[1:]
+    assert [[int(cell or 0) for cell in row[1:]] for row in heat] == counts.tolist()
+    each = figures_of_classes(found.labels, predicted, zero_division=0)
+    head, *table = rows(section(page, "classes"))
+    data = json.loads((run / "data.json").read_text())
+    for split in ("train", "val", "test"):
+        column = head.index(f"{split} images")
+        assert [row[column] for row in table] == [str(count) for count in data[split]["class_images"]]
+    assert data["test"]["class_images"] == each[3].tolist()
+    for name, values in zip(("precision", "recall", "f1"), each[:3], strict=True):
+        assert [row[head.index(name)] for row in table] == [f"{value:.1%}" for value in values]
+
+
+def test_the_worst_images_are_the_wrong_ones_with_the_highest_loss(run: Path, page: str) -> None:
+    found = read_predictions(run / "predictions-test.npz")
+    chances = softmax(found.logits)
+    wrong = np.flatnonzero(found.logits.argmax(1) != found.labels)
+    worst = wrong[np.argsort(chances[wrong, found.labels[wrong]])][:20]
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", section(page, "worst"), re.DOTALL)
+    told = [re.sub(r"<[^>]+>", "", caption).split() for caption in captions]
+    assert len(told) == min(20, len(wrong))
+    expected = [
+        ["said", f"{row.argmax()}", f"({row.max():.0%})true", f"{label}", f"({row[label]:.1%})digits"]
+        for row, label in ((chances[id], found.labels[id]) for id in worst)
+    ]
+    assert [words[:5] for words in told] == expected
+    assert section(page, "worst").count("data:image/png;base64,") == len(told)
+
+
+def test_the_page_loads_nothing(page: str) -> None:
+    assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]+"', page)
+    assert "@import" not in page and "url(http" not in page
+    assert len(page) < 400_000
+    assert {"loss", "accuracy", "learning rate", "images/s"} <= {*re.findall(r'aria-label="([^"]+)"', page)}
+    for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        assert not re.search(r"#0[1-3]0", chart)  # each placeholder became a colour of the page
+        assert "var(--text)" in chart
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@pytest.mark.parametrize("width", [390, 1440])
+def test_a_browser_shows_it_without_a_horizontal_scroll_bar(page: str, tmp_path: Path, width: int) -> None:
+    script = """(() => {
+        const root = document.documentElement;
+        const wide = root.scrollWidth > root.clientWidth;
+        const heads = [...document.querySelectorAll("#classes th")].map(head => head.textContent);
+        const column = heads.indexOf("recall");
+        const button = document.querySelectorAll("#classes button.sort")[column];
+        button.click();
+        const lines = () => [...document.querySelectorAll("#classes tbody tr")];
+        const recalls = () => lines().map(row => row.cells[column].textContent);
+        const up = recalls(); button.click();
+        const images = [...document.images].map(image => image.complete && image.naturalWidth);
+        return {wide, up, down: recalls(), images, problems: window.problems};
+    })()"""
+    seen = in_browser(page, tmp_path, width, script)
+    assert not seen["wide"] and seen["problems"] == []
+    assert seen["images"] and set(seen["images"]) == {8}
+    recalls = [float(text.rstrip("%")) for text in seen["up"]]
+    assert recalls == sorted(recalls) and len(recalls) == 10
+    assert [float(text.rstrip("%")) for text in seen["down"]] == sorted(recalls, reverse=True)
+
+
+@pytest.mark.ci
+def test_restarts_and_differences_from_the_recipe_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    words = ["train", "digits", "--output-dir", str(run), "--optim.lr", "0.02", "--schedule.name", "constant"]
+    assert cli.main([*words, "--epochs", "1"]) == 0
+    assert cli.main([*words, "--epochs", "2", "--allow-change", "epochs"]) == 0
+    assert f"report {run}" in capsys.readouterr().out  # the last screen names the command
+    # A restart whose work begins earlier than the log ended, and a skipped update.
+    with (run / "metrics.jsonl").open("a") as file:
+        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["time"]
+        file.write(json.dumps({"kind": "event", "time": last + 100, "text": "resumed", "update": 40}) + "\n")
+        file.write(json.dumps({"kind": "event", "time": last + 101, "text": "not finite: loss", "update": 41}) + "\n")
+        file.write("half a li")
+    starts = json.loads((run / "starts.json").read_text())
+    starts["starts"][0] |= {"repeated": 100, "finished": False}
+    (run / "starts.json").write_text(json.dumps(starts))
+    assert cli.main(["report", str(run), "--no-evaluate", "true"]) == 0
+    page = (run / "report.html").read_text()
+    assert "To compute them, leave out --no-evaluate true." in page and 'id="worst"' not in page
+    differs = {row[0]: row[1:] for row in rows(section(page, "configuration").partition("<details>")[0])}
+    assert differs["optim.lr"] == ["0.05", "0.02"] and differs["schedule.name"] == ["cosine", "constant"]
+    costs = dict(rows(section(page, "machine")))
+    assert " in 2 starts: " in costs["time"] and "% done twice" in costs["time"] and costs["events: skipped"] == "1"
+    kinds = [kind for kind, _ in read_run(run).events]
+    assert kinds == ["restart", "restart", "skipped"]
+    loss = next(svg for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if 'aria-label="loss"' in svg)
+    assert loss.count("var(--mark)") >= 3 and ">restart<" in loss and ">skipped<" in loss
+
+
+@pytest.mark.ci
+def test_it_evaluates_once_and_again_when_the_weights_are_others(run: Path, page: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    kept = (copy / "predictions-test.npz").stat().st_mtime_ns
+    assert cli.main(["report", str(copy), "--output", str(tmp_path / "again.html")]) == 0
+    assert (copy / "predictions-test.npz").stat().st_mtime_ns == kept
+    shutil.copy(copy / "model.safetensors", copy / "ema.safetensors")
+    assert cli.main(["report", str(copy), "--output", str(tmp_path / "again.html")]) == 0
+    assert (copy / "predictions-test.npz").stat().st_mtime_ns != kept
+    again = {row[0]: row[1:] for row in rows(section((tmp_path / "again.html").read_text(), "figures"))}
+    assert again["accuracy"][0] == again["accuracy"][1]  # now they are the same weights
+
+
+def test_huge_weights_that_are_not_are_refused_at_once(run: Path, tmp_path: Path) -> None:
+    copy, began = Path(shutil.copytree(run, tmp_path / "copy")), time.monotonic()
+    for path in copy.glob("*.safetensors"):
+        os.truncate(path, 100 << 30)  # sparse; to hash it takes minutes
+    assert cli.main(["report", str(copy), "--output", str(tmp_path / "report.html")]) == 0
+    assert time.monotonic() - began < 20
+    assert "There are no figures of a model: The weights in" in unescape((tmp_path / "report.html").read_text())
+
+
+@pytest.mark.parametrize("name", ["a$b^{$", "_hidden", "\x1b[2J\u202ea\nb", "\udcff", "\u6f22\u5b57 \U0001f469"])
+def test_any_name_of_a_run_is_shown_as_it_is(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    shutil.copytree(run, tmp_path / name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cli.main(["report", str(tmp_path / name), str(run), "--output", str(tmp_path / "page.html")]) == 0
+    assert one_line(name) in unescape(section((tmp_path / "page.html").read_text(), "runs"))
+    assert one_line(name) in (tmp_path / "page.csv").read_text()
+    assert not COMMANDS.search(capsys.readouterr().out.replace("\n", ""))
+
+
+@pytest.mark.ci
+def test_classes_without_an_image_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    words = ["--epochs", "1", "--data.test-limit", "4", "--output-dir", str(run)]
+    assert cli.main(["train", "digits", *words]) == 0
+    assert cli.main(["report", str(run)]) == 0
+    found = section((run / "report.html").read_text(), "classes")
+    head, *table = rows(found)
+    counts = {row[0]: row[head.index("test images") :] for row in table}
+    empty = [name for name, cells in counts.items() if cells[0] == "0"]
+    assert len(counts) == 10 and 6 <= len(empty) < 10
+    assert all(counts[name] == ["0", "\u2013", "\u2013", "", "\u2013"] for name in empty)
+    assert f"No test images: {', '.join(empty)} ({len(empty)} of 10 classes)." in found
+
+
+@pytest.mark.slow
+def test_a_thousand_classes_stay_below_5_mb(run: Path) -> None:
+    real, numbers = read_run(run), np.random.default_rng(0)
+    labels = numbers.integers(1000, size=20_000)
+    logits = numbers.normal(size=(20_000, 1000)).astype(np.float32)
+    logits[np.arange(20_000), labels] += 3
+    classes = tuple(f"class number {number}, with a long name" for number in range(1000))
+    confusion = confusion_matrix(labels, logits.argmax(1), labels=range(1000)).tolist()
+    figures = single_label_figures(logits, labels) | {"weights": "w", "loss": 1.0, "accuracy": 0.5, "count": 20_000}
+    evaluation = {"split": "test", "model": figures | {"confusion": confusion, "top5_accuracy": 0.9}}
+    info = type(real.info)(**{**vars(real.info), "classes": classes})
+    many = RunRecords(real.path, real.config, info, real.result, real.status, real.environment, real.lines)
+    uri = "data:image/jpeg;base64," + "A" * 40_000  # a photograph of 224 pixels and more
+    pictures = [Picture("a/b.jpg", uri, "x (90%)", "y (1%)", 3.0)] * 20
+    page = page_of_run(many, evaluation, pictures, [])
+    assert len(page.encode()) < 5_000_000
+    assert "Most often confused" in page and '<table class="heat">' not in page
+
+
+def test_a_stopped_run_without_data_has_a_report_too(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    for name in ("result.json", "predictions-test.npz", "environment.json", "metrics.jsonl"):
+        (copy / name).unlink(missing_ok=True)
+    config = (copy / "config.yaml").read_text().replace("name: digits\n", "name: folder\n", 1)
+    (copy / "config.yaml").write_text(config)
+    assert cli.main(["report", str(copy)]) == 0
+    page = (copy / "report.html").read_text()
+    assert "The model could not be evaluated: --data.root data" in page
+
+
+@pytest.mark.parametrize(("module", "name"), [("jinja2", "Jinja2"), ("matplotlib", "matplotlib")])
+def test_a_missing_library_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    real = builtins.__import__
+
+    def without(wanted: str, *arguments: Any) -> Any:
+        if wanted.split(".")[0] == module:
+            raise ImportError(wanted)
+        return real(wanted, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert cli.main(["report", str(run)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{name} is not installed" in line and "pip install 'accel-train[" in line
+
+
+def test_what_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path), str(tmp_path / "none")]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and "it has no config.yaml" in told[0] and "there is no such folder" in told[1]

@@ -1,0 +1,131 @@
+"""`accel-train check-data` finds and lists all unreadable images, and training skips them."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from accel_train.cli import main
+from accel_train.config.schema import Data
+from accel_train.data.sources.load import load_splits
+from accel_train.errors import UserError
+from accel_train.tools.audit import check_data
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Data:
+    """Write 150 images to train/ and 6 to val/, of which three and one are damaged."""
+    root = tmp_path / "pets"
+    for split, count in (("train", 75), ("val", 3)):
+        for kind in ("cat", "dog"):
+            (root / split / kind).mkdir(parents=True)
+            for i in range(count):
+                Image.effect_noise((20, 20), 50).save(root / split / kind / f"{i}.jpg")
+    (root / "train/cat/3.jpg").write_bytes(b"")
+    (root / "train/dog/74.jpg").write_bytes((root / "train/dog/1.jpg").read_bytes()[:-50])
+    (root / "train/dog/70.jpg").write_text("not an image")
+    (root / "val/cat/1.jpg").write_bytes(b"\xff\xd8\xff")
+    (root / "train/cat/4.jpg").unlink()
+    Image.new("RGB", (2, 2)).save(root / "train/cat/4.jpg", "BMP")
+    (root / "train/cat/Thumbs.db").write_bytes(b"junk")
+    return Data(name="folder", root=root)
+
+
+EXPECTED = ["train/cat/3.jpg", "train/dog/70.jpg", "train/dog/74.jpg", "val/cat/1.jpg"]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("processes", [1, 2])
+def test_all_are_found_and_can_be_left_out(data: Data, tmp_path: Path, processes: int, capfd) -> None:
+    output = tmp_path / "new" / "unreadable.txt"
+    line = ["check-data", "folder", "--root", str(data.root), "--output", str(output), "--processes", str(processes)]
+    assert main(line) == 1
+    assert output.read_text().splitlines()[1:] == EXPECTED
+    assert sorted(path.name for path in output.parent.iterdir()) == ["audit-unreadable.json", "unreadable.txt"]
+    printed = capfd.readouterr().out
+    assert "4 of 156 images cannot be read" in printed and "the file is empty" in printed
+    assert (
+        f"accel-train train RECIPE --data.name folder --data.root {data.root} --data.skip-unreadable {output}"
+        in printed
+    )
+    assert "decoded 156 of 156 images, 4 unreadable" in printed and "\x1b" not in printed
+
+    with pytest.raises(UserError, match="check-data"):
+        every = load_splits(data, 0)
+        every.train.fetch(range(len(every.train)))
+    rest = load_splits(replace(data, skip_unreadable=output), 0)
+    assert rest.left_out == 4 and (len(rest.to_train_on), len(rest.validation)) == (147, 5)
+    assert len(rest.to_train_on.fetch(range(147))) == 147 and len(rest.validation.fetch(range(5))) == 5
+
+
+def test_settings_of_a_run_do_not_hide_images(data: Data, tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("train/cat/3.jpg\n")
+    limited = replace(data, train_limit=10, test_fraction=0.1, skip_unreadable=tmp_path / "old")
+    assert len(check_data(limited, output=tmp_path / "new", processes=1).unreadable) == 4
+    assert (tmp_path / "new").read_text().splitlines()[1:] == EXPECTED
+
+
+def test_a_clean_folder_gives_an_empty_list(data: Data, tmp_path: Path, capsys) -> None:
+    output = tmp_path / "list"
+    check_data(data, output=output, processes=1)
+    for path in EXPECTED:
+        (data.root / path).unlink()
+    assert main(["check-data", "folder", "--root", str(data.root), "--output", str(output), "--processes", "1"]) == 0
+    assert len(output.read_text().splitlines()) == 1 and "All 152 images can be read" in capsys.readouterr().out
+    assert load_splits(replace(data, skip_unreadable=output), 0).left_out == 0
+
+
+def test_a_bar_on_a_terminal(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    check_data(data, output=tmp_path / "list", processes=1, shows_progress=True)
+    printed = capsys.readouterr().out
+    assert "decoded 156" not in printed
+    assert "156/156" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed)
+
+
+def test_a_list_that_cannot_be_written(data: Data, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file" / "list", tmp_path):
+        with pytest.raises(UserError, match="cannot be written"):
+            check_data(data, output=output, processes=1)
+
+
+def test_errors_of_the_data_come_through(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        check_data(Data(name="folder", root=tmp_path / "nowhere"), output=tmp_path / "list")
+
+
+def test_an_image_of_more_pixels_than_allowed_is_told_with_the_limit(data: Data, tmp_path: Path) -> None:
+    """The error comes before the image is decoded."""
+    Image.new("1", (16_000, 12_000)).save(data.root / "train/cat/0.jpg", "PNG")  # 3 kB
+    with pytest.raises(
+        UserError, match=r"0\.jpg cannot be read: it has 192,000,000 pixels, more than max-pixels \(178"
+    ):
+        load_splits(data, 0).train.fetch([0])
+    Image.new("1", (60, 60)).save(data.root / "train/cat/0.jpg", "PNG")
+    listed = tmp_path / "list"
+    for most, found in ((3599, True), (3600, False)):
+        line = f"check-data --root {data.root} folder --output {listed} --max-pixels {most}"
+        assert main([*line.split(), "--processes", "1"]) == 1
+        assert ("train/cat/0.jpg" in listed.read_text()) == found
+
+
+def test_it_takes_what_train_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("model: {name: resnet18}\ndata: {name: folder, root: photos, range: [0, 4095]}\n")
+    seen: list[Data] = []
+    monkeypatch.setattr("accel_train.cli.data.check_root", seen.append)
+    monkeypatch.setattr("accel_train.tools.audit.check_data", lambda *_, **__: sys.exit(0))
+    for words in (
+        [str(recipe), "--root", "other", "--data.max-pixels", "5"],
+        [str(recipe), "--data.root", "other", "--max-pixels", "5", "--epochs", "3"],
+        ["folder", "--root", "other", "--range", "0", "4095", "--max-pixels", "5"],
+        ["--data.name", "folder", "--data.root=other", "--data.range", "0", "4095", "--data.max-pixels", "5"],
+    ):
+        assert main(["check-data", *words]) == 0
+    assert seen == [Data("folder", Path("other"), range=(0.0, 4095.0), max_pixels=5)] * 4
+    assert main(["check-data", "--root", "other"]) == 2

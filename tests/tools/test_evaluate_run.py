@@ -1,0 +1,216 @@
+"""`accel-train evaluate` on a real run: the figures of training's own evaluation, on any number of processes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import helpers
+import pytest
+import torch
+import torch.nn.functional as F
+
+from accel_train import cli
+from accel_train.checkpoint.choose import find_weights
+from accel_train.cli import evaluation_tables
+from accel_train.config.options import parse
+from accel_train.config.schema import Data
+from accel_train.data.sources.load import Source, load_splits
+from accel_train.records.model_info import read_model_info
+from accel_train.tools.load_run import load
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+
+@pytest.fixture
+def run(digits_run: Path, tmp_path: Path) -> Path:
+    """Return a copy of the run that a test may change."""
+    return Path(shutil.copytree(digits_run, tmp_path / "run"))
+
+
+def evaluated(run: Path, *words: str, split: str = "test") -> dict[str, Any]:
+    """Evaluate the run and return what the command writes to its JSON file."""
+    assert cli.main(["evaluate", str(run), "--split", split, *words]) == 0
+    found: dict[str, Any] = json.loads((run / f"evaluation-{split}.json").read_text())
+    return found
+
+
+def loss_by_hand(run: Path, source: Source) -> float:
+    info = read_model_info(run)
+    pixels = source.fetch(range(len(source)))
+    assert isinstance(pixels, torch.Tensor)
+    with torch.inference_mode():
+        inputs = (pixels / 255 - info.mean[0]) / info.std[0]
+        logits = load(run, weights="model").model(inputs)
+        return F.cross_entropy(logits, source.labels).item()
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the one-line error of `accel-train evaluate …`."""
+    assert cli.main(["evaluate", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("accel-train: error: ")
+
+
+def test_the_figures_are_those_of_the_end_of_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = evaluated(run)
+    result = json.loads((run / "result.json").read_text())
+    assert found["model"]["count"] == result["test_images"] == sum(map(sum, found["model"]["confusion"]))
+    for key in ("loss", "accuracy"):
+        assert found["model"][key] == pytest.approx(result[f"test_{key}"], abs=1e-6)
+        assert found["ema"][key] == pytest.approx(result[f"ema_test_{key}"], abs=1e-6)
+    assert found["model"]["confusion"] == result["confusion"]
+    assert found["model"]["loss"] != found["ema"]["loss"]
+    assert (found["model"]["weights"], found["ema"]["weights"]) == ("model.safetensors", "ema.safetensors")
+    assert found["classes"] == list("0123456789")
+
+    out = capsys.readouterr().out
+    assert f"{found['model']['accuracy']:.2%}" in out
+    assert f"{found['ema']['accuracy']:.2%}" in out
+    assert f"{found['ema']['class_accuracy'][8]:.2%}" in out
+    assert str(run / "evaluation-test.json") in out
+
+
+def test_two_processes_count_the_same(run: Path) -> None:
+    alone = evaluated(run)
+    done = helpers.python("-m", "accel_train", "evaluate", run, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all classes and the confusion counts") == 1
+    together = json.loads((run / "evaluation-test.json").read_text())
+    assert (alone["processes"], together["processes"]) == (1, 2)
+    for name in ("model", "ema"):
+        for key in ("count", "accuracy", "top5_accuracy", "confusion"):
+            assert together[name][key] == alone[name][key]
+        assert together[name]["loss"] == pytest.approx(alone[name]["loss"], abs=1e-6)
+
+
+def test_the_training_split_is_not_augmented(run: Path) -> None:
+    config = parse([str(run / "config.yaml")])
+    assert (config.augment.crop, config.augment.pad) == ("random", 1)
+    source = load_splits(config.data, config.seed).train
+    found = evaluated(run, split="train")["model"]
+    assert found["count"] == len(source)
+    assert found["loss"] == pytest.approx(loss_by_hand(run, source), abs=1e-5)
+
+
+def test_other_data_and_other_splits(run: Path) -> None:
+    assert evaluated(run, split="val")["model"]["count"] == round(1438 / 10)
+    assert evaluated(run, "--data.test-limit", "7")["model"]["count"] == 7
+    # Another set of the same classes is normalised as the model's own was.
+    settings = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(settings.replace("  image_size: null", "  image_size: 8"))
+    found = evaluated(run, "--data.name=synthetic", "--data.channels=1", "--data.test-limit=20")
+    assert found["model"]["count"] == 20
+    assert found["data"]["name"] == "synthetic"
+    synthetic = load_splits(Data("synthetic", channels=1, test_limit=20), 0, size=8).test
+    assert synthetic is not None
+    assert found["model"]["loss"] == pytest.approx(loss_by_hand(run, synthetic), abs=1e-4)
+
+
+def test_the_worst_of_many_classes_are_shown(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation_tables, "SHOWN", 3)
+    accuracy = evaluated(run)["ema"]["class_accuracy"]
+    out = capsys.readouterr().out
+    rows = out.partition("confused with")[2].splitlines()[1:4]
+    assert "the 3 classes with the lowest recall, of 10:" in out
+    header = next(line for line in out.splitlines() if line.startswith("class "))
+    assert header.split()[:6] == ["class", "images", "precision", "recall", "95%", "interval"]
+    assert len(header) <= 80
+    assert [row.split()[0] for row in rows] == [str(at) for at in sorted(range(10), key=lambda at: accuracy[at])[:3]]
+
+
+@pytest.mark.parametrize("shown", [20, 6])
+def test_classes_without_an_image_are_told(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shown: int
+) -> None:
+    monkeypatch.setattr(evaluation_tables, "SHOWN", shown)
+    confusion = evaluated(run, "--data.test-limit=4")["ema"]["confusion"]
+    empty = [str(label) for label in range(10) if not sum(confusion[label])]
+    assert 6 <= len(empty) < 10
+    out = capsys.readouterr().out
+    assert f"no test images: {', '.join(empty)} ({len(empty)} of 10 classes)" in out.splitlines()
+    table = out.partition("confused with")[2].splitlines()
+    rows = {words[0]: words[1:] for line in table if (words := line.split()) and words[0].isdigit()}
+    listed = [name for name in rows if rows[name][0] == "0"]
+    assert listed == (empty if shown == 20 else []) and all(rows[name] == ["0", *["\u2013"] * 3] for name in listed)
+
+    evaluated(run)
+    assert "no test images" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--split=val", "--data.val-fraction=0"],
+         "--split val: the dataset 'digits' has no such split; it has train and test."),
+        (["--split=dev"], "--split: expected one of test, val, train, found 'dev' (command line)."),
+        (["--data.only-classes", "0", "1", "2", "3", "4"],
+         "the data does not have the classes that {run} was trained on (10 there, 5 here); "
+         "choose other data with --data.name or --data.root."),
+        (["--data.name=synthetic"], "the images have 3 channels, but the model of {run} takes 1: "
+         "give --data.channels 1 if the data can be read that way."),
+        (["--checkpoint=update-1"], "update-1 is not a complete checkpoint (update-1/manifest.json is missing); "
+         "{run} has update-00000027, update-00000054."),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_told(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert told(capsys, str(run), *words) == message.replace("{run}", str(run))
+    assert not list(run.glob("evaluation*"))
+
+
+def test_without_final_weights_the_newest_whole_checkpoint_counts(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = sorted((run / "checkpoints").iterdir())
+    assert find_weights(run, Path(older.name))["ema"] == older / "ema.safetensors"
+    for weights in run.glob("*.safetensors"):
+        weights.unlink()
+    assert find_weights(run)["model"] == newer / "model.safetensors"
+    with (newer / "optimizer.pt").open("r+b") as file:
+        file.write(b"altered")
+    assert evaluated(run)["ema"]["weights"] == f"checkpoints/{older.name}/ema.safetensors"
+    capsys.readouterr()
+    assert f"{newer} is not a complete checkpoint ({newer}/optimizer.pt is altered" in told(
+        capsys, str(run), "--checkpoint", str(newer)
+    )
+    shutil.rmtree(run / "checkpoints")
+    assert told(capsys, str(run)) == f"{run} has no weights yet: neither model.safetensors nor a complete checkpoint."
+
+
+def test_figures_are_shown_even_if_they_cannot_be_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "evaluation-test.json" / "in the way").mkdir(parents=True)
+    assert cli.main(["evaluate", str(run)]) == 1
+    out, err = capsys.readouterr()
+    assert "top5_accuracy" in out
+    assert err.startswith(f"accel-train: warning: {run}/evaluation-test.json cannot be written (")
+    assert not list(run.glob(".evaluation*"))
+
+
+def test_the_best_checkpoint_has_a_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older, newer = sorted((run / "checkpoints").iterdir())
+    best = json.loads((newer / "state.json").read_text())["train"]["best_update"]
+    assert find_weights(run, Path("best"))["model"].parent == run / "checkpoints" / f"update-{best:08d}"
+    shutil.rmtree(newer)  # now the best of the newest checkpoint is another than the final weights
+    assert evaluated(run, "--checkpoint", "best")["ema"]["weights"] == f"checkpoints/{older.name}/ema.safetensors"
+    assert evaluated(run, "--checkpoint", "last")["ema"]["weights"] == "ema.safetensors"
+    capsys.readouterr()
+
+    image = str(next((run / "examples").iterdir()))
+    for words in (["predict", str(run), image], ["export", str(run), "--format", "pt2"]):
+        assert cli.main([*words, "--checkpoint", "best"]) == 0
+        assert f"weights: {older}/ema.safetensors" in "".join(capsys.readouterr())
+    assert cli.main(["report", str(run), "--checkpoint", "best"]) == 0
+    assert f"checkpoints/{older.name}/ema.safetensors" in (run / "report.html").read_text()
+
+    shutil.rmtree(run / "checkpoints")
+    assert f"update-{best:08d} is not a complete checkpoint" in told(capsys, str(run), "--checkpoint", "best")
+    result = json.loads((run / "result.json").read_text()) | {"best_update": None}
+    (run / "result.json").write_text(json.dumps(result))
+    assert "no validation split was evaluated" in told(capsys, str(run), "--checkpoint", "best")
+    assert cli.main(["report", str(run), "--checkpoint", "best"]) == 2

@@ -1,0 +1,318 @@
+"""`accel-train predict` on a real run and real image files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import helpers
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import nn
+
+from accel_train import cli
+from accel_train.config.schema import Augment, Config, Data
+from accel_train.data.loading import create_input_pipeline
+from accel_train.data.order.samplers import EvaluationSampler
+from accel_train.data.sources.load import load_splits
+from accel_train.records.model_info import ModelInfo, read_model_info
+from accel_train.records.result import example_image
+from accel_train.tools.inference import Preprocessing, classify_files
+from accel_train.tools.load_run import load
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    pipe = signal.getsignal(signal.SIGPIPE)  # predict lets it end the program
+    yield
+    signal.signal(signal.SIGPIPE, pipe)
+    helpers.forget_accelerate()
+
+
+@pytest.fixture
+def alone(digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files that a user copies to a laptop: three, and the EMA; the working directory has no data."""
+    run = tmp_path / "laptop" / "run"
+    run.mkdir(parents=True)
+    for name in ("config.yaml", "model.json", "model.safetensors", "ema.safetensors"):
+        shutil.copyfile(digits_run / name, run / name)
+    monkeypatch.chdir(run.parent)
+    return run
+
+
+def digit(number: int) -> Image.Image:
+    """Grey images of 8x8 pixels, like the digits."""
+    return Image.fromarray((load_digits().images[number] * (255 / 16)).round().astype(np.uint8))
+
+
+def predicted(run: Path, *words: object) -> list[dict]:
+    """Predict, and return the lines of the JSONL file."""
+    output = run.parent / "found.jsonl"
+    assert cli.main(["predict", str(run), *map(str, words), "--output", str(output)]) in (0, 1)
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def probabilities(line: dict) -> dict[str, float]:
+    return {found["class"]: found["probability"] for found in line["predictions"]}
+
+
+@pytest.mark.ci
+def test_probabilities_are_those_of_the_model(alone: Path, tmp_path: Path) -> None:
+    images = [tmp_path / f"{number}.png" for number in range(40)]
+    for number, path in enumerate(images):
+        digit(number).save(path)
+    info = read_model_info(alone)
+    model = load(alone).model
+    pixels = torch.from_numpy(np.stack([np.asarray(digit(number)) for number in range(40)]))[:, None]
+    with torch.inference_mode():
+        expected = model((pixels / 255 - info.mean[0]) / info.std[0]).softmax(1)
+
+    lines = predicted(alone, *images, "--top-k", 99, "--batch-size", 16)
+    assert [line["image"] for line in lines] == list(map(str, images))
+    for line, row in zip(lines, expected, strict=True):
+        found = probabilities(line)
+        assert list(found.values()) == sorted(found.values(), reverse=True)
+        assert [found[name] for name in "0123456789"] == pytest.approx(row.tolist(), abs=1e-5)
+    best = [int(line["predictions"][0]["class"]) for line in lines]
+    assert np.mean(best == load_digits().target[:40]) > 0.5  # of two epochs
+
+
+def test_images_of_any_mode_and_size(alone: Path, tmp_path: Path) -> None:
+    grey = digit(6)
+    wide = Image.new("RGB", (1000, 8))
+    wide.paste(grey, (496, 0))
+    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+    same = {"grey.png": grey, "rgb.bmp": grey.convert("RGB"), "rgba.png": grey.convert("RGBA"), "wide.png": wide,
+            "deep.png": deep, "la.png": grey.convert("LA"), "p.png": grey.convert("P")}  # fmt: skip
+    other = {"one.png": grey.resize((1, 1)), "bits.png": grey.convert("1"), "tall.jpg": grey.resize((3, 200)),
+             "cmyk.jpg": grey.convert("CMYK"), "odd.webp": grey.resize((13, 7)),
+             "large.tif": grey.resize((512, 512))}  # fmt: skip
+    for name, image in {**same, **other}.items():
+        image.save(tmp_path / name)
+    lines = predicted(alone, *(tmp_path / name for name in [*same, *other]))
+    assert len(lines) == len(same) + len(other)
+    first = probabilities(lines[0])
+    for line in lines[1 : len(same)]:
+        assert probabilities(line) == pytest.approx(first, rel=0.01), line["image"]
+    assert lines[-1]["predictions"][0]["class"] == lines[0]["predictions"][0]["class"]
+
+
+def test_a_folder_with_rubbish_in_it(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "images"
+    for name in ("b/2.png", "b/10.PNG", "a.png", ".hidden/3.png", "b/.4.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        digit(0).save(folder / name, format="PNG")
+    (folder / "Thumbs.db").write_bytes(b"no image")
+    (folder / "b" / "[red]empty.jpg").touch()
+    whole = (folder / "a.png").read_bytes()
+    (folder / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (folder / "c.jpg").symlink_to("nowhere")
+
+    assert cli.main(["predict", str(alone), str(folder), "--top-k", "1", "--batch-size", "2"]) == 1
+    out, err = capsys.readouterr()
+    head, *rows = out.splitlines()
+    assert head.split() == ["image", "class", "probability"]
+    assert [row.split()[0] for row in rows] == [
+        str(folder / name) for name in ("a.png", "b/10.PNG", "b/2.png", "b/[red]empty.jpg", "c.jpg", "cut.png")
+    ]
+    assert [row.endswith("cannot be read") for row in rows] == [False] * 3 + [True] * 3
+    left_out, which, *unreadable, last = err.splitlines()
+    assert left_out == f"{folder}: 1 file is not an image by its name and is left out: 1 .db."
+    assert which == f"digits_cnn, weights: {alone}/ema.safetensors (EMA)"
+    names = [line.partition(" cannot be read: ")[0] for line in unreadable]
+    assert names == [str(folder / name) for name in ("b/[red]empty.jpg", "c.jpg", "cut.png")]
+    assert last == "3 of 6 images cannot be read."
+
+    # A file that is named is tried, whatever it is called.
+    shutil.copyfile(folder / "a.png", tmp_path / "image")
+    assert cli.main(["predict", str(alone), str(tmp_path / "image")]) == 0
+
+
+@pytest.mark.ci
+def test_what_the_last_screen_says_can_be_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = helpers.run("digits", "--epochs", 1, "--output-dir", "my run")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  predict ")]
+    words = shlex.split(line.removeprefix("  predict "))
+    words = words[words.index("predict") :]
+    test = load_splits(Data("digits"), 0).test
+    assert test is not None
+    image = Path(f"my run/examples/test-0-is-{test.labels[0]}.png")
+    assert words == ["predict", "my run", str(image)]
+    for number, label in enumerate(test.labels.tolist()[:5]):
+        pixels = np.asarray(Image.open(f"my run/examples/test-{number}-is-{label}.png"))
+        assert np.array_equal(pixels, test.fetch([number])[0][0].numpy())
+
+    assert cli.main(words) == 0
+    head, row = capsys.readouterr().out.splitlines()  # one line an image
+    assert head.split() == ["image", "class", "probability"]
+    assert row.startswith(str(image))
+    assert cli.main([*words, "--top-k", "3"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert cli.main([*words, "--output", "found.csv"]) == 0
+    assert len(Path("found.csv").read_text().splitlines()) == 6
+
+
+def test_an_image_to_try_is_a_file_where_the_data_has_files(tmp_path: Path) -> None:
+    for name in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        digit(1).save(tmp_path / "data" / name / "x.png")
+    splits = load_splits(Data("folder", root=tmp_path / "data"), 0)
+    assert example_image(splits, tmp_path) == tmp_path / "data/val/a/x.png"
+    assert example_image(replace(splits, validation=None), tmp_path) is None
+    synthetic = replace(load_splits(Data("synthetic"), 0), classes=tuple(f"../{number}" for number in range(10)))
+    assert example_image(synthetic, tmp_path / "no such run") is None
+    path = example_image(synthetic, tmp_path)
+    assert path is not None and path.is_file() and path.parent == tmp_path / "examples"
+
+
+def test_csv(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    digit(5).save(tmp_path / 'a, "b".png')
+    output = tmp_path / "new" / "found.csv"
+    words = ["predict", str(alone), str(tmp_path / 'a, "b".png'), "--top-k", "2", "--output", str(output)]
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == f"1 image: {output}\n"
+    head, *rows = csv.reader(output.open(newline=""))
+    assert head == ["image", "rank", "class", "probability", "error"]
+    assert [row[:2] for row in rows] == [[str(tmp_path / 'a, "b".png'), rank] for rank in ("1", "2")]
+    assert 1 >= float(rows[0][3]) > float(rows[1][3]) >= 0
+    assert [path.name for path in output.parent.iterdir()] == ["found.csv"]
+
+
+def test_a_row_for_each_image_that_is_given(alone: Path, tmp_path: Path) -> None:
+    digit(5).save(tmp_path / "good.png")
+    (tmp_path / "empty.png").touch()
+    digit(7).resize((40, 40)).save(tmp_path / "large.png")
+    given = [tmp_path / name for name in ("good.png", "empty.png", "good.png", "large.png", "empty.png", "good.png")]
+    lines = predicted(alone, *given, "--batch-size", 2, "--top-k", 3)
+    assert [line["image"] for line in lines] == list(map(str, given))
+    assert [len(line["predictions"]) for line in lines] == [3, 0, 3, 3, 0, 3]
+    assert [line.get("error") for line in lines[:3]] == [None, "the file is empty", None]
+
+    output = tmp_path / "found.csv"
+    assert cli.main(["predict", str(alone), *map(str, given[:3]), "--top-k", "1", "--output", str(output)]) == 1
+    rows = list(csv.DictReader(output.open(newline="")))
+    assert [row["image"] for row in rows] == list(map(str, given[:3]))
+    assert [(row["rank"], bool(row["class"]), row["error"]) for row in rows] == [
+        ("1", True, ""), ("", False, "the file is empty"), ("1", True, ""),
+    ]  # fmt: skip
+
+
+def test_options_may_come_first(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    digit(5).save(tmp_path / "5.png")
+    digit(6).save(tmp_path / "6.png")
+    one, two = str(tmp_path / "5.png"), str(tmp_path / "6.png")
+    printed = []
+    for words in (
+        [str(alone), one, two, "--top-k", "2"],
+        ["--top-k", "2", str(alone), one, two],
+        ["--top-k=2", str(alone), one, "--batch-size", "3", two],
+    ):
+        assert cli.main(["predict", *words]) == 0
+        printed.append(capsys.readouterr().out)
+    assert len(set(printed)) == 1 and len(printed[0].splitlines()) == 5
+
+
+def test_raw_weights_and_checkpoints_do_as_well(
+    alone: Path, digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digit(5).save(tmp_path / "5.png")
+    (alone / "ema.safetensors").unlink()
+    assert cli.main(["predict", str(alone), str(tmp_path / "5.png")]) == 0
+    assert capsys.readouterr().err.startswith(f"digits_cnn, weights: {alone}/model.safetensors\n")
+    (alone / "model.safetensors").unlink()
+    (newest,) = sorted((digits_run / "checkpoints").iterdir())[-1:]
+    shutil.copytree(newest, alone / "checkpoints" / newest.name)
+    assert cli.main(["predict", str(alone), str(tmp_path / "5.png")]) == 0
+    assert f"{newest.name}/ema.safetensors (EMA)" in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_told_in_a_line(
+    alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = tmp_path / "0.png"
+    digit(0).save(image)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "taken.csv").mkdir()
+
+    def told(*words: object) -> str:
+        assert cli.main(["predict", str(alone), *map(str, words)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line.removeprefix("accel-train: error: ")
+
+    assert (
+        told(tmp_path / "empty")
+        == f"{tmp_path}/empty: no image was found in this folder; name image files or another folder."
+    )
+    assert told(image, "--output", tmp_path / "taken.csv").startswith(f"--output: {tmp_path}/taken.csv cannot be")
+    assert told(image, "--output", image / "x.csv").startswith(f"--output: {image}/x.csv cannot be written (")
+    with monkeypatch.context() as patch:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+            patch.setenv(name, value)
+        assert "runs in one process, but 2 were started" in told(image)
+    values = json.loads((alone / "model.json").read_text())
+    for wrong in ({"channels": "2"}, {"classes": ["\ud800", *values["classes"][1:]]}, {"classes": ["a"]}):
+        (alone / "model.json").write_text(json.dumps(values | wrong))
+        assert told(image).startswith(f"{alone}/model.json is damaged (")
+    (alone / "model.json").unlink()
+    assert told(image).startswith(f"{alone}/model.json cannot be read (No such file or directory)")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("data", "augment", "size"),
+    [
+        (Data("folder"), Augment(), 24),  # files of many sizes
+        (Data("folder", channels=1), Augment(resize=40), 24),
+        (Data("synthetic", test_limit=9), Augment(resize=20), 18),  # arrays of one size
+        (Data("synthetic", test_limit=9, channels=1), Augment(), 16),
+    ],
+)
+def test_preprocessing_is_that_of_evaluation(tmp_path: Path, data: Data, augment: Augment, size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    if data.name == "folder":
+        for number, name in enumerate(("train/a", "train/b", "test/a", "test/b") * 4):
+            (tmp_path / name).mkdir(parents=True, exist_ok=True)
+            height, width = torch.randint(10, 90, (2,), generator=generator).tolist()
+            pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(tmp_path / name / f"{number}.jpg")
+    config = Config(data=Data(**{**vars(data), "root": tmp_path}), augment=augment)
+    splits = load_splits(config.data, 0, size=16)
+    source = splits.test
+    assert source is not None
+    paths = [tmp_path / f"{number}.png" for number in range(len(source))]
+    for number, path in enumerate(paths):
+        image = source.fetch([number])[0].permute(1, 2, 0).squeeze(-1)
+        Image.fromarray(image.numpy()).save(path)  # PNG: the same pixels again
+
+    accelerator = Accelerator(cpu=True)
+    native = splits.image_size if source.in_memory else None
+    info = ModelInfo(splits.classes, splits.channels, size, native, splits.mean, splits.std)
+    seen: list[torch.Tensor] = []
+
+    class Recorder(nn.Module):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            seen.append(inputs.clone())
+            return torch.zeros(len(inputs), len(splits.classes))
+
+    list(classify_files(Recorder(), Preprocessing(info, augment), info, paths, top_k=1))
+    order = EvaluationSampler(len(source), len(source))
+    feed = create_input_pipeline(config, splits, source, order, accelerator, training=False, size=size)
+    (batch,) = feed.batches
+    expected, _ = feed.transform(batch)
+    assert seen[0].shape == (len(source), splits.channels, size, size)
+    assert torch.equal(seen[0], expected)
