@@ -17,8 +17,8 @@ errors __init__
 # Within tools and data: the same.
 WITHIN = {
     "tools": """
-doctor bench export audit report find_lr shards
-predictions evaluate_run figures inference load_run workload pool cluster __init__
+doctor bench export audit find_lr shards report
+evaluate_run load_run inference predictions figures workload pool cluster __init__
 """.split(),  # noqa: SIM905
     "data": """
 loading workers memory transforms sources
