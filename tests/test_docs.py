@@ -6,7 +6,6 @@ parsers read the rest.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import re
@@ -31,12 +30,11 @@ from accel_train.cli.doctor import Doctor
 from accel_train.cli.recipes import Bench, FindLr, Preview
 from accel_train.cli.submit import Submit, divide
 from accel_train.config.option_types import option_types
-from accel_train.config.options import parse, parse_command, parse_command_of_recipe, parse_settings
+from accel_train.config.options import parse, parse_command, parse_command_of_recipe
 from accel_train.data.transforms.image import check_own
 from accel_train.errors import UserError
 from accel_train.starter import FOLDERS
 from accel_train.tools.cluster.elements import elements_of
-from accel_train.user_code.objects import provided, take_objects
 
 ROOT = helpers.ROOT
 OF_RECIPE: dict[str, Any] = {"bench": Bench, "doctor": Doctor, "find-lr": FindLr, "preview": Preview}
@@ -71,25 +69,6 @@ SBATCH = {
     "--mem",
     "--signal",
 }
-# Options of programs that have no parser here (Slurm, mpirun, apptainer), and the word for any option.
-FOREIGN = SBATCH | {
-    "--account",
-    "--array",
-    "--container-image",
-    "--container-mounts",
-    "--gres",
-    "--index-url",
-    "--partition",
-    "--system-site-packages",
-    "--time",
-    "--requeue",
-    "--cpu-bind",
-    "--bind-to",
-    "--nv",
-    "--pty",
-    "--key",
-    "--recovery-interval",
-}
 
 
 def text_of(page: str) -> str:
@@ -99,12 +78,6 @@ def text_of(page: str) -> str:
 
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-
-
-def inline_code(text: str) -> list[str]:
-    """Return all inline `code`; a line break in it becomes a space."""
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
 
 
 def commands_in(script: str) -> Iterator[list[str]]:
@@ -188,10 +161,9 @@ def check_accel_train(rest: list[str]) -> None:
     if command == "train":
         parse(words, checks_code=False)
     elif command == "submit":
-        ours, options_of_slurm = divide(words)
+        ours, _ = divide(words)
         options, given = parse_command(Submit, ours, "accel-train submit", positional=("recipe",), others=("",))
         assert elements_of(options.recipe, given, options.seeds, options.over), rest
-        assert {option.partition("=")[0] for option in options_of_slurm if option.startswith("-")} <= FOREIGN, rest
     elif command in OF_RECIPE:
         parse_command_of_recipe(OF_RECIPE[command], words, f"accel-train {command}")
     else:  # those of the README run, below
@@ -208,30 +180,6 @@ def options_of(command: str) -> set[str]:
     return {f"--{key}" for key in (*fields, *more, *(["output"] if command == "evaluate" else []))}
 
 
-@functools.cache
-def known_options() -> set[str]:
-    ours = {f"--{key}" for key in option_types()}.union(*map(options_of, {*COMMANDS} - {"train"}))
-    files = (
-        *(ROOT / "benchmarks").glob("*.py"),
-        *(ROOT / "examples").glob("*.py"),
-        ROOT / "tests" / "golden.py",
-        ROOT / "tests" / "reference.py",
-    )
-    scripts = "".join(path.read_text() for path in files)
-    launchers = {*launch_command_parser()._option_string_actions, *torchrun_parser()._option_string_actions}
-    return ours | {*re.findall(r'"(--\w[\w-]*)"', scripts)} | launchers | FOREIGN
-
-
-def check_inline(code: str) -> None:
-    """Fail if inline code has an option that no program has, or names a command that does not exist."""
-    for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*", code):
-        assert option in known_options(), code
-    if found := re.match(r"(?:\S+/)?accel-train (\S+)", code):
-        assert found[1] in COMMANDS, code
-    if found := re.match(r"python (\S+\.py)", code):
-        assert (ROOT / found[1]).is_file(), code
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_each_command_is_accepted(page: str) -> None:
     for block in blocks(text_of(page), "bash"):
@@ -239,8 +187,6 @@ def test_each_command_is_accepted(page: str) -> None:
         assert syntax.returncode == 0, syntax.stderr
         for words in commands_in(block):
             check(words)
-    for code in inline_code(text_of(page)):
-        check_inline(code)
 
 
 @pytest.mark.parametrize(
@@ -268,35 +214,11 @@ def test_a_slip_in_a_command_is_found(command: str) -> None:
             check(words)
 
 
-@pytest.mark.parametrize("code", ["--optim.rl 0.01", "accel-train bensh RECIPE", "python benchmarks/imput.py"])
-def test_a_slip_in_the_text_is_found(code: str) -> None:
-    with pytest.raises(AssertionError):
-        check_inline(code)
-
-
 @pytest.mark.parametrize("page", PAGES)
-def test_each_path_exists(page: str) -> None:
-    assert missing_paths(page, (ROOT / page).read_text()) == []
-
-
-def missing_paths(page: str, text: str) -> list[str]:
-    """Return the links and the file names in code to which no file belongs."""
-    links = re.findall(r"\]\(([^)#:]+)\)", text)
+def test_each_link_leads_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
     built = BUILT if page.startswith("docs/") else ()  # on the site, but not in the repository
-    lost = [link for link in links if link not in built and not ((ROOT / page).parent / link).exists()]
-    tops = {path.name for path in (*ROOT.iterdir(), *(ROOT / "accel_train").iterdir()) if path.is_dir()} - {"runs"}
-    for code in inline_code(text.split("## Other trainers")[0]):
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", code) or re.search("NAME|ROOM|FILE", code):
-            continue
-        of_ours = code.partition("/")[0] in tops if "/" in code else False
-        if (of_ours or code.endswith(".py")) and not any((top / code).exists() for top in (ROOT, ROOT / "accel_train")):
-            lost.append(code)
-    return lost
-
-
-def test_a_path_that_leads_nowhere_is_found() -> None:
-    text = "[a](docs/none.md) [b](README.md) `data/none.py` `nonfinite.py` `checkpoint/none/` `data/order/plan.py`"
-    assert missing_paths("README.md", text) == ["docs/none.md", "data/none.py", "nonfinite.py", "checkpoint/none/"]
+    assert [link for link in links if link not in built and not ((ROOT / page).parent / link).exists()] == []
 
 
 def run_commands(folder: Path) -> list[tuple[list[str], int]]:
@@ -433,9 +355,8 @@ def test_the_page_on_several_gpus_works_on_the_cpu(tmp_path: Path) -> None:
     # Each of 2 processes takes half of a batch.
     options = {"": "2 processes x 1 accumulation x 24", "--micro-batch-size 32": "2 processes x 1 accumulation x 24",
                "--batch-size 1024": "2 processes x 1 accumulation x 512"}  # fmt: skip
-    codes = inline_code(text_of("docs/several_gpus.md"))
     for number, (given, plan) in enumerate(options.items()):
-        assert not given or given in codes
+        assert given in text_of("docs/several_gpus.md")
         words = [*line[line.index("-m") :], *given.split(), "--epochs", "1", "--output-dir", tmp_path / str(number)]
         if number == 0:
             done = helpers.python("-m", "accelerate.commands.launch", *line[2:], *words[3:], cwd=ROOT)
@@ -610,21 +531,6 @@ def test_the_commands_of_fine_tune_run(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     said = [line for line in ran.stdout.splitlines() if line.startswith("weights ")]
     assert ["last layer loaded" in line for line in said] == [False, False, True, True], ran.stdout
-
-
-def test_the_keywords_for_users_of_other_libraries_exist() -> None:
-    """Those in the tables of docs/from_python.md that are complete."""
-    names: dict[str, object] = {"path": "photos", "dataset": [(None, 0)], "datasets": {"train": [(None, 0)]}}
-    names |= dict.fromkeys(("model", "net", "function"), len)
-    tried = 0
-    rows = [line.split("|")[2] for line in text_of("docs/from_python.md").splitlines() if line.startswith("|")]
-    for code in inline_code("\n\n".join(rows)):
-        if re.match(r"[a-z_]+=.", code) and "…" not in code:
-            settings, objects = take_objects(eval(f"dict({code})", {}, names))
-            with provided(objects):
-                parse_settings("digits", (), settings)
-            tried += 1
-    assert tried >= 13
 
 
 def test_each_snippet_is_tried() -> None:
