@@ -1,7 +1,7 @@
 """The promises of the trainer for a loop of your own on Accelerate. EXPERIMENTAL: a later version may change all of it.
 
 `accel-train train` uses the same classes and functions: here are those that know nothing of classes and recipes, with a
-few lines around them. docs/own_loop.md explains them, and examples/segmentation.py is a whole program.
+few lines around them. docs/from_python.md explains them, and examples/segmentation.py is a whole program.
 
     from accel_train import parts
 

@@ -1,4 +1,4 @@
-"""Segment generated shapes: a loop of your own on Accelerate, with the promises of accel_train (docs/own_loop.md).
+"""Segment generated shapes: a loop of your own on Accelerate, with the promises of accel_train (docs/from_python.md).
 
     python examples/segmentation.py --output-dir runs/shapes
     accelerate launch --config_file accelerate_configs/multi_cpu.yaml examples/segmentation.py --output-dir runs/shapes

@@ -1,4 +1,4 @@
-"""The training of segmentation.py in plain Accelerate: docs/own_loop.md says which promises are gone."""
+"""The training of segmentation.py in plain Accelerate: docs/from_python.md says which promises are gone."""
 
 import argparse
 from pathlib import Path

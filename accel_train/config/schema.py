@@ -530,7 +530,7 @@ class Config:
         tuple[str, ...],
         Free("only what is shown"),
     ] = ()
-    """Where to send the curves: tensorboard, wandb or mlflow (docs/trackers.md)."""
+    """Where to send the curves: tensorboard, wandb or mlflow (docs/evaluate.md)."""
     config_only: Annotated[bool, ONE_START] = False
     """Print the resolved configuration and the resulting plan, then stop."""
     traceback: Annotated[bool, ONE_START] = False

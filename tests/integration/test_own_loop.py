@@ -1,6 +1,6 @@
 """examples/segmentation.py: a loop of one's own is killed, stopped, continued on other numbers of processes; refusals.
 
-Beside it examples/segmentation_plain.py: what docs/own_loop.md says of plain Accelerate.
+Beside it examples/segmentation_plain.py: what docs/from_python.md says of plain Accelerate.
 """
 
 from __future__ import annotations
