@@ -155,7 +155,7 @@ def machine() -> dict[str, Any]:
     import document
     import torch
 
-    from accel_train.models.batchnorm.normalise import why_not_fused
+    from accel_train.models.batchnorm_kernels import why_not_fused
 
     reason = why_not_fused(torch.device("cuda", 0))
     batchnorm = f"torch's operators, because Triton's kernels do not work here: {reason}" if reason else "Triton"

@@ -51,7 +51,7 @@ RUN, WATCHDOG = "run/run.py", "run/watchdog.py"
 PLAN, SAMPLERS = "data/order/plan.py", "data/order/samplers.py"
 PARAMETERS, BATCH, IMAGE = (f"data/transforms/{name}.py" for name in ("parameters", "batch", "image"))
 METRICS, EVALUATE, RECORDS = "records/metrics.py", "evaluate.py", "records/directory.py"
-LAYERS, VIRTUAL, KEYS = "models/batchnorm/layers.py", "models/batchnorm/virtual_batches.py", "models/dropout.py"
+VIRTUAL, KEYS = "models/batchnorm.py", "models/dropout.py"
 AGREEMENT, PRECISION = "launch/agreement.py", "launch/precision.py"
 OPTIONS = "config/options.py"
 
@@ -318,15 +318,15 @@ MUTANTS = [
     Mutant("keyed.py", "return 8 if size >= SMALL else 24", "return 2",
            "test_keyed.py", "an order is random, in small data sets too"),
     # Models
-    Mutant(LAYERS, "unbiased = variance * (count / (count - 1).clamp(min=1))", "unbiased = variance",
+    Mutant(VIRTUAL, "unbiased = variance * (count / (count - 1).clamp(min=1))", "unbiased = variance",
            "models/test_batchnorm.py", "running variances are unbiased"),
-    Mutant(LAYERS, "summed, keepdim=True) / count.clamp(min=1)\n        enough", "summed, keepdim=True) / (count - 1).clamp(min=1)\n        enough",
+    Mutant(VIRTUAL, "summed, keepdim=True) / count.clamp(min=1)\n        enough", "summed, keepdim=True) / (count - 1).clamp(min=1)\n        enough",
            "models/test_batchnorm.py", "padding: values are normalised by the biased variance"),
-    Mutant(LAYERS, "mean = (groups * weights).sum(", "mean = groups.sum(",
+    Mutant(VIRTUAL, "mean = (groups * weights).sum(", "mean = groups.sum(",
            "models/test_batchnorm.py", "padding does not count in BatchNorm"),
-    Mutant(LAYERS, "enough = count >= 2", "enough = count >= 1",
+    Mutant(VIRTUAL, "enough = count >= 2", "enough = count >= 1",
            "models/test_batchnorm.py", "a single value has no variance"),
-    Mutant("models/batchnorm/normalise.py", "alpha=(count - 1) / count)", "alpha=1.0)",
+    Mutant("models/batchnorm_kernels.py", "alpha=(count - 1) / count)", "alpha=1.0)",
            "models/test_batchnorm_normalise.py", "on a GPU values are normalised by the biased variance"),
     Mutant(VIRTUAL, "self._momentum * (counts > 0)", "self._momentum",
            "models/test_batchnorm_calls.py", "a BatchNorm that is not called keeps its statistics"),

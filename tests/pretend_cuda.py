@@ -387,7 +387,7 @@ def launch() -> None:
 
 def pretend_triton() -> None:
     """Run our Triton kernels in Triton's interpreter: few programs of each, because each is Python."""
-    from accel_train.models.batchnorm import fused
+    from accel_train.models import batchnorm_triton as fused
 
     def interpret(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
         launch()

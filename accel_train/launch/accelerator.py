@@ -87,7 +87,7 @@ def create_accelerator(
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=gradient_accumulation_steps),
             kwargs_handlers=[
                 InitProcessGroupKwargs(**group),
-                # The buffers are equal on all processes (models/batchnorm/): DDP need not broadcast them. For models
+                # The buffers are equal on all processes (models/batchnorm.py): DDP need not broadcast them. For models
                 # that change others models/trial.py sets it.
                 DistributedDataParallelKwargs(broadcast_buffers=False),
                 *kwargs_handlers,

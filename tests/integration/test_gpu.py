@@ -20,7 +20,7 @@ from accel_train.config.schema import Augment
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.exact_sum import ExactGradients
 from accel_train.keyed import hashed
-from accel_train.models.batchnorm.normalise import Together, why_not_fused
+from accel_train.models.batchnorm_kernels import ComposedBatchNorm, why_not_fused
 from accel_train.records.meter import Stopwatch
 
 pytestmark = [
@@ -246,14 +246,14 @@ def test_exact_sums_have_the_bits_of_a_cpus(bad: float | None) -> None:
 def test_batchnorm_in_triton_is_batchnorm_in_torchs_operators(kind: torch.dtype) -> None:
     device = torch.device("cuda", 0)
     assert why_not_fused(device) == ""
-    from accel_train.models.batchnorm.fused import Fused
+    from accel_train.models.batchnorm_triton import Fused
 
     for channels, size in ((64, 32), (512, 4), (10, 1)):
         values = torch.randn(256, channels, size, size, device=device).to(kind)
         values = values.contiguous(memory_format=torch.channels_last).requires_grad_()
         weight, bias = torch.randn(2, channels, device=device).requires_grad_()
         statistics, gradient = torch.zeros(8, 2, channels, device=device), torch.randn_like(values)
-        expected, *moments = Together.apply(values, 32, weight, bias, 1e-5)
+        expected, *moments = ComposedBatchNorm.apply(values, 32, weight, bias, 1e-5)
         found = Fused.apply(values, 32, weight, bias, 1e-5, statistics)
         gradients = [torch.autograd.grad(each, (values, weight, bias), gradient) for each in (found, expected)]
         pairs = [(found, expected), *zip(statistics.unbind(1), moments, strict=True), *zip(*gradients, strict=True)]

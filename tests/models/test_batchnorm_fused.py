@@ -12,8 +12,8 @@ import pytest
 COMPARED = """
 import sys, torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from accel_train.models.batchnorm import fused
-from accel_train.models.batchnorm.normalise import Together
+from accel_train.models import batchnorm_triton as fused
+from accel_train.models.batchnorm_kernels import ComposedBatchNorm
 
 ROWS, COUNT = 4, 5
 
@@ -37,13 +37,13 @@ fused.launch = counted
 
 def results(way, values, gradient, affine, statistics):
     torch.manual_seed(1)
-    exact = way is Together and values.dtype == torch.float32
+    exact = way is ComposedBatchNorm and values.dtype == torch.float32
     kind = torch.float64 if exact else values.dtype
     values = values.detach().to(kind).requires_grad_()
     parameters = torch.float64 if exact else torch.float32
     channels = values.shape[1]
     weight, bias = (torch.randn(channels).to(parameters).requires_grad_() if affine else None for _ in range(2))
-    if way is Together:
+    if way is ComposedBatchNorm:
         normalised, mean, variance = way.apply(values, ROWS, weight, bias, 1e-5)
         normalised.backward(gradient.to(kind))
     else:
@@ -71,7 +71,7 @@ for programs, tile in ((1, 1 << 16), (40, 256)):  # one piece of a virtual batch
                 found = results(fused.Fused, values, given, affine, statistics)
                 assert len(launches) == 4, launches
                 pieces.update(grid[1] for grid in launches)
-                expected = results(Together, values, gradient, affine, None)
+                expected = results(ComposedBatchNorm, values, gradient, affine, None)
                 for number, (one, two) in enumerate(zip(found, expected, strict=True)):
                     error = ((one.double() - two.double()).norm() / two.double().norm()).item()
                     assert error < (2e-5 if kind == torch.float32 else 1e-2), (shape, layout, affine, number, error)
@@ -103,7 +103,8 @@ def test_the_kernels_give_what_torchs_operators_give(kind: str) -> None:
 LAYERS = """
 import torch
 from torch import nn
-from accel_train.models.batchnorm import VirtualBatches, fused, layers
+from accel_train.models import batchnorm
+from accel_train.models.batchnorm import VirtualBatches
 
 class Net(nn.Module):
     "Calls one of its BatchNorms twice."
@@ -116,7 +117,7 @@ class Net(nn.Module):
 
 found = []
 for triton in (False, True):
-    layers.is_fused = lambda _: triton
+    batchnorm.is_fused = lambda _: triton
     torch.manual_seed(0)
     net = Net().train()
     batches = VirtualBatches(net, 4)
@@ -142,7 +143,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from accel_train.models.batchnorm import fused
+from accel_train.models import batchnorm_triton as fused
 
 H100 = GPUTarget("cuda", 90, 32)
 floats = dict.fromkeys(("pieces", "saved", "kept", "weight", "bias", "of_parameters"), "*fp32") | {"eps": "fp32"}

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel_train.models.batchnorm import normalise as module
-from accel_train.models.batchnorm.normalise import Together, TorchsKernel
+from accel_train.models.batchnorm_kernels import ComposedBatchNorm, NativeBatchNorm
 
-WAYS = Together, TorchsKernel
+WAYS = ComposedBatchNorm, NativeBatchNorm
 COUNT, ROWS, CHANNELS = 5, 4, 6
 Results = list[Tensor]
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def results(way: type[torch.autograd.Function] | None, values: Tensor, *, affine: bool = True) -> Results:
@@ -51,7 +39,7 @@ SHAPES = [(), (7,), (5, 3), (1, 1), (2, 3, 4)]
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_each_virtual_batch_is_torchs(way: type, shape: tuple[int, ...], affine: bool, threads: int) -> None:
+def test_each_virtual_batch_is_torchs(way: type, shape: tuple[int, ...], affine: bool) -> None:
     values = torch.randn(COUNT * ROWS, CHANNELS, *shape, dtype=torch.float64)
     layouts = [values, values.to(memory_format=torch.channels_last)] if len(shape) == 2 else [values]
     for each in layouts:
@@ -104,26 +92,3 @@ def test_what_needs_no_gradient_gets_none(way: type) -> None:
     frozen = values.clone().requires_grad_()
     way.apply(frozen, ROWS, weight.detach(), None, 1e-5)[0].square().sum().backward()  # type: ignore[attr-defined]
     assert frozen.grad is not None
-
-
-def test_an_error_in_a_thread_is_raised(threads: int) -> None:
-    def call(number: int) -> None:
-        if number == 3:
-            raise RuntimeError("the third")
-
-    with pytest.raises(RuntimeError, match="the third"):
-        module._side_by_side(call, range(5))
-
-
-def test_threads_share_the_virtual_batches_and_leave_the_settings_of_the_caller(threads: int) -> None:
-    seen = set()
-    barrier = threading.Barrier(threads, timeout=10)  # each thread has a virtual batch at the same time
-
-    def call(number: int) -> None:
-        barrier.wait()
-        seen.add((number, torch.is_grad_enabled(), torch.get_num_threads()))
-
-    with torch.no_grad():
-        module._side_by_side(call, range(2 * threads))
-    assert seen == {(number, False, 1) for number in range(2 * threads)}
-    assert torch.get_num_threads() == threads and torch.is_grad_enabled()

@@ -6,7 +6,8 @@ piece, and each program of the second adds those of its virtual batch, always in
 of Ioffe and Szegedy 2015 (arxiv.org/abs/1502.03167), section 3; means and variances of pieces are joined as Chan, Golub
 and LeVeque 1979 do, because sums of squares would lose the variance of values with a large mean.
 
-Triton comes with torch's CUDA and ROCm builds. normalise.py uses this file only where it has given the right values.
+Triton comes with torch's CUDA and ROCm builds. batchnorm_kernels.py uses this file only where it has given the right
+values.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
