@@ -163,7 +163,6 @@ def create_training_setup(
 
         ema = create_ema(config.ema, model, plan.updates_per_epoch, config.batch_size, config.epochs)
     virtual_batches = VirtualBatches(model, virtual_batch, plan.virtual_batches if config.bitwise else None)
-    virtual_batches.set_calls(irregular=verdict.irregular, of_no_sample=verdict.of_no_sample)
     dropout = None if verdict.together else convert_dropout(model, config.seed)
     shard_batchnorm(accelerator, model)
     optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)

@@ -65,15 +65,8 @@ class VirtualBatches:
         starts = [sum(self._sizes[:number]) for number in range(len(self._sizes))]
         self._first_channels = torch.tensor(starts, dtype=torch.long, device=first.device)
         self._may_be_empty = False
-        self._all_regular = False  # each pass calls each layer, as far as a trial has shown
         self._calls: list[int] = []
         self._calls_per_channel = self._momentum  # of `self._calls`, once there are any
-
-    def set_calls(self, *, irregular: bool, of_no_sample: Sequence[int]) -> None:
-        """Say what a trial of the model has found: see `models/trial.py`."""
-        self._all_regular = not irregular
-        for number, module in enumerate(self.modules):
-            module.of_no_sample = number in of_no_sample  # type: ignore[assignment]
 
     def begin(self, real: Tensor, *, padded: bool, may_be_empty: bool = False, whole: bool = False) -> None:
         """Before a forward pass of an update. `real`: float32 [b], 0 for padding; `padded`: whether there is any in the
@@ -104,7 +97,6 @@ class VirtualBatches:
         """Add the statistics of the last forward pass, or put them aside if they must not be added in this order."""
         if self.tracked and self.window.samples:
             current = self.current
-            self._add_waiting(current)
             self._count_calls(current)
             if self._may_be_empty and self.window.real is not None:
                 current.mul_(self.window.real.view(len(current), -1)[:, :1, None])
@@ -119,16 +111,6 @@ class VirtualBatches:
         """A copy of the layers' statistics of the current forward pass, one layer after the other: float32 [virtual
         batches, 3, channels]."""
         return torch.cat(self._statistics, 2)
-
-    def _add_waiting(self, current: Tensor) -> None:
-        """Add the statistics that the layers have put aside: one call of each layer at a time, all layers together."""
-        while any(module.waiting for module in self.tracked):
-            calls = [
-                module.waiting.pop() if module.waiting else (torch.zeros_like(module.statistics[:, 0]),) * 2
-                for module in self.tracked
-            ]
-            for row, statistics in enumerate(zip(*calls, strict=True)):
-                current[:, row].add_(torch.cat(statistics, 1))
 
     def _count_calls(self, current: Tensor) -> None:
         """Add how often each layer was called without padding. Mostly that is as often as in the pass before."""
@@ -147,7 +129,6 @@ class VirtualBatches:
     def _forget_calls(self) -> None:
         for module in self.tracked:
             module.calls = module.whole_calls = 0
-            module.waiting = []
 
     @torch.no_grad()
     def sum_processes(self) -> None:
@@ -183,9 +164,6 @@ class VirtualBatches:
         """Count this update for each layer that is not frozen and was called. `counts`: calls, of each channel."""
         trained = [module.training for module in self.tracked]
         tracked = [module.num_batches_tracked for module in self.tracked if module.training]
-        if self._all_regular:
-            torch._foreach_add_(tracked, 1)
-            return
         called = (counts[self._first_channels] > 0).long().unbind()
         torch._foreach_add_(tracked, [once for once, counted in zip(called, trained, strict=True) if counted])
 
@@ -230,10 +208,6 @@ class VirtualBatchNorm:
     """Of this forward pass, not compiled."""
     whole_calls: int
     """Those of them that wait for `VirtualBatches` to count them, for all layers together."""
-    waiting: list[tuple[Tensor, Tensor]]
-    """Means and variances of calls with several virtual batches, [virtual batches, channels], that wait, too."""
-    of_no_sample = False
-    """Whether its values are the same for any samples, such as learned prototypes."""
     activates = False
     """Whether it is timm's, with an activation function after it."""
 
@@ -242,7 +216,7 @@ class VirtualBatchNorm:
         window = self.window
         if not self.training or not window.samples:
             return cast(Tensor, super().forward(values))  # type: ignore[misc]
-        if self.of_no_sample or len(values) % window.samples:
+        if len(values) % window.samples:
             normalised = self._normalise_together(values)
         else:
             normalised = self._normalise_batches(values, window.virtual_batch * (len(values) // window.samples))
@@ -260,7 +234,8 @@ class VirtualBatchNorm:
             return cast(Tensor, self._normalise_at_once(values, rows))
         normalised, mean, variance = normalise(values, rows, self.weight, self.bias, self.eps)
         if self.track_running_stats and not _is_recomputation():
-            self.waiting.append((mean, variance))
+            self.statistics.data[:, 0].add_(mean)
+            self.statistics.data[:, 1].add_(variance)
             self._count_whole()
         return normalised
 

@@ -64,10 +64,6 @@ class Verdict:
     """Warnings of what depends on the number of processes in evaluation."""
     leaves_out: bool = False
     """Whether a pass may leave out parameters."""
-    irregular: bool = False
-    """Whether there is a BatchNorm that a pass does not call exactly once, or whose values are not its samples'."""
-    of_no_sample: tuple[int, ...] = ()
-    """The numbers of the BatchNorms that normalise the same number of values for any number of samples."""
     untried: str = ""
     """Why the model could not be tried."""
 
@@ -156,8 +152,7 @@ def _read_verdict(run: Path) -> Verdict | None:
     verdict, empty = Verdict(**values), Verdict()
     same_types = all(type(getattr(verdict, each.name)) is type(getattr(empty, each.name)) for each in fields(Verdict))
     texts = (*verdict.changing, *verdict.evaluation)
-    known = all(isinstance(text, str) for text in texts) and all(type(n) is int for n in verdict.of_no_sample)
-    return verdict if same_types and known else None
+    return verdict if same_types and all(isinstance(text, str) for text in texts) else None
 
 
 def _check_synchronized(config: Config, accelerator: Accelerator, model: nn.Module) -> None:
@@ -252,29 +247,19 @@ def _prepare(model: nn.Module) -> None:
 
 def _verdict(base: nn.Module, images: Tensor, count: int) -> Verdict:
     """Compare both ways for a model `base`, which is not changed; `count`: images of a virtual batch."""
-    of_no_sample: tuple[int, ...] = ()
     together, functions = "", False
     ways: _Ways | None = None
-    for _ in range(3):  # once more for functions, once more for BatchNorms of no sample
-        try:
-            ways = _Ways(base, images, count, functions=functions, of_no_sample=of_no_sample)
-        except Exception as error:  # the layers of training do not fit the model: it may run without them
-            together = f"it fails otherwise ({(str(error).splitlines() or [type(error).__name__])[0]})"
-            break
-        if ways.first.draws and not functions:
+    try:
+        ways = _Ways(base, images, count)
+        if ways.first.draws:
             functions = True
-            continue
+            ways = _Ways(base, images, count, functions=True)
         together = ways.difference()
-        if not together:
-            break
-        found = ways.of_no_sample()
-        if found != of_no_sample:
-            of_no_sample = found
-        else:
-            break
+    except Exception as error:  # the layers of training do not fit the model: it may run without them
+        together = f"it fails otherwise ({(str(error).splitlines() or [type(error).__name__])[0]})"
     if together or ways is None:
         functions = False
-        ways = _Ways(base, images, count, keyed=False, of_no_sample=of_no_sample)
+        ways = _Ways(base, images, count, keyed=False)
     half = count // 2  # fewer images are enough for an evaluation
     return Verdict(
         together=together,
@@ -284,8 +269,6 @@ def _verdict(base: nn.Module, images: Tensor, count: int) -> Verdict:
         changing=ways.changing(),
         evaluation=_evaluate(ways.alone.model, images[count - half : count + half], half, ways.alone.batch_norms),
         leaves_out=ways.leaves_out(),
-        irregular=ways.is_irregular(),
-        of_no_sample=ways.of_no_sample(),
     )
 
 
@@ -314,12 +297,9 @@ class _Pass:
 class _Copy:
     """A copy of a model with the layers that training has."""
 
-    def __init__(
-        self, base: nn.Module, count: int, *, keyed: bool, functions: bool, of_no_sample: Sequence[int]
-    ) -> None:
+    def __init__(self, base: nn.Module, count: int, *, keyed: bool, functions: bool) -> None:
         self.model = copy.deepcopy(base).train()
         self.batches = VirtualBatches(self.model, count)
-        self.batches.set_calls(irregular=True, of_no_sample=of_no_sample)
         self.batch_norms: list[Any] = self.batches.modules
         self.keys = convert_dropout(self.model if keyed else nn.Module(), 0)
         self.keys.rate_of_check = 0.5  # a mask that drops little hides errors
@@ -376,9 +356,8 @@ class _Ways:
         *,
         keyed: bool = True,
         functions: bool = False,
-        of_no_sample: tuple[int, ...] = (),
     ) -> None:
-        kinds: Mapping[str, Any] = {"keyed": keyed, "functions": functions, "of_no_sample": of_no_sample}
+        kinds: Mapping[str, Any] = {"keyed": keyed, "functions": functions}
         self._base, self._images, self._count, self._kinds = base, images, count, kinds
         self.alone = _Copy(base, count, **kinds)
         self.first = self.alone.run(images[:count], 0, 0)
@@ -510,24 +489,12 @@ class _Ways:
         chosen = any(each.reads or {"random", "numpy.random"} & set(each.draws.values()) for each in passes)
         return chosen or any(each is None for one in passes for each in one.sums)
 
-    def of_no_sample(self) -> tuple[int, ...]:
-        """The BatchNorms with the same number of rows in all passes: learned prototypes, for example."""
-        passes = (self.first, self.both)
-        numbers = [number for number in range(len(self.alone.batch_norms)) if not _is_of_samples(passes, number)]
-        return tuple(number for number in numbers if self.first.rows[number] == self.both.rows[number])
-
     def _uneven(self) -> str:
-        """A BatchNorm that normalises neither values of no sample nor a whole number of values for each sample."""
-        passes, of_no_sample = (self.first, self.both), self.of_no_sample()
+        """A BatchNorm that does not normalise a whole number of values for each sample, as of learned prototypes."""
         for number, module in enumerate(self.alone.batch_norms):
-            if number not in of_no_sample and not _is_of_samples(passes, number):
+            if not _is_of_samples((self.first, self.both), number):
                 return self.alone.names.get(module, "the model")
         return ""
-
-    def is_irregular(self) -> bool:
-        passes = (self.first, self.both)
-        others = any(not _is_of_samples(passes, number) for number in range(len(self.alone.batch_norms)))
-        return others or any(len(rows) != 1 for each in passes for rows in each.rows)
 
 
 @contextmanager

@@ -113,7 +113,6 @@ def test_a_parameter_may_be_the_input_of_a_layer() -> None:
 def test_models_of_timm_and_torchvision(name: str, size: int, options: dict, functions: bool) -> None:
     verdict = tried(created(name, options), size)
     assert (verdict.together, verdict.functions, verdict.obstacles()) == ("", functions, ())
-    assert not verdict.irregular
     # The loss is that of `logits` alone, so a pass leaves out GoogLeNet's auxiliary classifiers.
     assert verdict.leaves_out == (name == "torchvision/googlenet")
 
@@ -423,22 +422,18 @@ def all_but_one(x: Tensor) -> Tensor:
     return x[1:] if len(x) > 1 else x
 
 
-class TestBatchNorms:
-    @pytest.mark.parametrize(
-        ("parts", "irregular", "of_no_sample", "together"),
-        [
-            ([own], False, False, False),
-            ([two_of_each], False, False, True),
-            ([own, own], True, False, False),
-            ([], True, False, False),
-            ([prototypes], True, True, False),
-            ([own, prototypes], True, False, True),
-            ([all_but_one], True, False, True),
-        ],
-    )
-    def test_how_often_and_for_whose_values_it_is_called(
-        self, parts: list[Callable[[Tensor], Tensor]], irregular: bool, of_no_sample: bool, together: bool
-    ) -> None:
-        verdict = tried(nn.Sequential(nn.Conv2d(3, 3, 3), OfParts(*parts)))
-        assert (verdict.irregular, bool(verdict.of_no_sample)) == (irregular, of_no_sample)
-        assert bool(verdict.together) == together
+@pytest.mark.parametrize(
+    ("parts", "together"),
+    [
+        ([own], False),
+        ([two_of_each], True),
+        ([own, own], False),
+        ([], False),
+        ([prototypes], True),
+        ([own, prototypes], True),
+        ([all_but_one], True),
+    ],
+)
+def test_for_whose_values_a_batchnorm_is_called(parts: list[Callable[[Tensor], Tensor]], together: bool) -> None:
+    verdict = tried(nn.Sequential(nn.Conv2d(3, 3, 3), OfParts(*parts)))
+    assert bool(verdict.together) == together
