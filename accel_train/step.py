@@ -27,7 +27,8 @@ from accel_train.data.order.plan import Plan
 from accel_train.evaluate import Batch
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions
-from accel_train.models.trial import Verdict, kept_buffers
+from accel_train.models.trial import kept_buffers
+from accel_train.models.verdict import Verdict
 from accel_train.models.wrapping import unwrap_model
 from accel_train.optim.bitwise import seed_pass, sum_exactly
 from accel_train.optim.optimizer import clip_gradients, parameters_to_clip

@@ -13,7 +13,7 @@ from accel_train.data.loading import evaluation_batch_size
 from accel_train.errors import MetricError
 from accel_train.evaluate import Batch, evaluate
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.models.trial import raise_unused_parameters_advice
+from accel_train.models.verdict import raise_unused_parameters_advice
 from accel_train.models.wrapping import broadcast_buffers
 from accel_train.optim.performance import evaluation_advice, memory_advice, raise_memory_advice, training_advice
 from accel_train.ownership.lease import Lease

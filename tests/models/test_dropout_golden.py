@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from accel_train import training_setup
 from accel_train.cli import main
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
-from accel_train.models.trial import Verdict
+from accel_train.models.verdict import Verdict
 
 
 class Digest:

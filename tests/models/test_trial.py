@@ -21,7 +21,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchvision.ops import FrozenBatchNorm2d
 
 from accel_train.errors import UserError
-from accel_train.models.trial import Verdict, raise_unused_parameters_advice, try_model
+from accel_train.models.trial import try_model
+from accel_train.models.verdict import Verdict, raise_unused_parameters_advice
 
 DROP = {"drop_rate": 0.1, "drop_path_rate": 0.2}
 # Name, size of the images, options, and whether the model calls functions that draw.

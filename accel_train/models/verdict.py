@@ -1,0 +1,126 @@
+"""What the trial of a model (trial.py) says: what can be trained, and how; kept in the run's environment.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from accel_train.config.schema import Config
+from accel_train.errors import UserError, first_of
+from accel_train.untrusted import read_json_object
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial has found. Each text names a module, a buffer or a parameter; empty: nothing was found."""
+
+    together: str = ""
+    """Why one pass over two virtual batches is not two passes over one each."""
+    functions: bool = False
+    """Whether the model must run inside `KeyedFunctions` in training."""
+    state: bool = False
+    """Whether a pass depends on the passes before it, though the generators are seeded."""
+    initialised: str = ""
+    """A parameter that a forward pass changes."""
+    changing: tuple[str, ...] = ()
+    """The buffers that each pass changes, such as "norm.running_mean (InstanceNorm2d)"."""
+    evaluation: tuple[str, ...] = ()
+    """Warnings of what depends on the number of processes in evaluation."""
+    leaves_out: bool = False
+    """Whether a pass may leave out parameters."""
+    untried: str = ""
+    """Why the model could not be tried."""
+
+    def obstacles(self) -> tuple[str, ...]:
+        """What depends on the number of processes, though each pass is one virtual batch: with --bitwise an error."""
+        found: list[str] = []
+        if self.changing:
+            found.append(
+                f"model: each forward pass of training changes the buffer {first_of(self.changing, 1)}. Each process "
+                "does so by its own samples, and the main process's values are kept. So the result depends on the "
+                "number of processes. To avoid that, choose another model or normalisation."
+            )
+        if self.initialised:
+            found.append(
+                f"model: a forward pass of training changes the parameter {self.initialised}, as a data-dependent "
+                "initialisation does: by the samples of one process. Initialise it before training, such as by "
+                "--model.weights."
+            )
+        elif self.state:
+            found.append(
+                "model: two forward passes with the same images and random numbers do not give the same. So it has a "
+                "random generator of its own, or another state, which depends on the number of processes. Draw from "
+                "the global generators of torch, NumPy or Python, or choose another model."
+            )
+        found += self.evaluation  # after what may be its reason
+        if self.untried:
+            found.append(
+                f"model: could not check whether a sample depends on the others of its micro-batch ({self.untried})"
+            )
+        return tuple(found)
+
+    def check(self, config: Config, accelerator: Accelerator) -> None:
+        """Raise UserError if the model cannot be trained as `config` says."""
+        if config.bitwise and (obstacles := self.obstacles()):
+            raise UserError(f"--bitwise: {obstacles[0]}")
+        if self.initialised and accelerator.num_processes > 1:
+            raise UserError(
+                f"model: a forward pass of training changes the parameter {self.initialised}, so each process would "
+                "keep another value. Train on one process, or initialise it before training, such as by "
+                "--model.weights."
+            )
+        if self.together and config.model.sync_batchnorm:
+            raise UserError(
+                f"model.sync_batchnorm: the model must compute each virtual batch by itself ({self.together}); set it "
+                "to false."
+            )
+
+    def prepare_ddp(self, accelerator: Accelerator) -> None:
+        """Set what DDP has to know of the model. Call it before `Accelerator.prepare`."""
+        if accelerator.ddp_handler is not None:
+            accelerator.ddp_handler.find_unused_parameters = self.leaves_out
+            # Processes with different buffers would not go on in the same way after a restart: all use the main's.
+            accelerator.ddp_handler.broadcast_buffers = bool(self.changing)
+
+
+def read_verdict(run: Path) -> Verdict | None:
+    """What the trial of `run` has found; None if its file does not say it."""
+    try:
+        kept = read_json_object(run / "environment.json").get("trial")
+    except (OSError, ValueError):
+        return None
+    if not isinstance(kept, dict) or kept.keys() != {each.name for each in fields(Verdict)}:
+        return None
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()}
+    verdict, empty = Verdict(**values), Verdict()
+    same_types = all(type(getattr(verdict, each.name)) is type(getattr(empty, each.name)) for each in fields(Verdict))
+    texts = (*verdict.changing, *verdict.evaluation)
+    return verdict if same_types and all(isinstance(text, str) for text in texts) else None
+
+
+def check_synchronized(config: Config, accelerator: Accelerator, model: nn.Module) -> None:
+    """Raise UserError if `model` has a SyncBatchNorm that cannot be trained here. On one process it is a BatchNorm."""
+    places = [
+        f"{name} (SyncBatchNorm)" for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)
+    ]
+    instead = "Use a BatchNorm instead: it normalises virtual batches, the same on any number of processes."
+    if places and config.bitwise:
+        raise UserError(f"--bitwise: model: {first_of(places)} normalises by the samples of all processes. {instead}")
+    if places and accelerator.num_processes > 1 and accelerator.device.type in ("cpu", "mps"):
+        raise UserError(
+            f"model: {first_of(places)}: torch has it only on GPUs, if there are several processes. {instead}"
+        )
+
+
+def raise_unused_parameters_advice(error: Exception) -> None:
+    """Raise UserError if `error` is DDP's for parameters that a pass has left out, unseen in the trial."""
+    if "Expected to have finished reduction in the prior iteration" in str(error):
+        raise UserError(
+            "model: an update did not use some of the parameters, although the passes that were tried at the start "
+            "used them all. Let each pass use all parameters, or give --bitwise true, which does not need that.",
+            every_process=False,
+        ) from error
