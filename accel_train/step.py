@@ -126,7 +126,7 @@ class Step:
         if self.virtual_batches is not None:
             self.virtual_batches.sum_processes()
         if self.config.model.freeze_epochs is not None:
-            from accel_train.models.freezing import drop_frozen_gradients
+            from accel_train.models.classifier import drop_frozen_gradients
 
             drop_frozen_gradients(self.bare_model)  # first, for clipping counts the norm of all gradients
         if self.config.optim.clip is not None:

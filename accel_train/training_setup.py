@@ -26,12 +26,11 @@ from accel_train.launch.accelerator import collective_seconds, create_accelerato
 from accel_train.launch.environment import Launch
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
 from accel_train.models.dropout import convert_dropout
-from accel_train.models.factory import is_timms
-from accel_train.models.hub import Weights
+from accel_train.models.factory import create_new_model, is_timms
 from accel_train.models.nets import TORCHVISION
 from accel_train.models.trial import find_verdict
 from accel_train.models.verdict import Verdict
-from accel_train.models.weights import create_new_model
+from accel_train.models.weights import Weights
 from accel_train.models.wrapping import shard_batchnorm, unwrap_model
 from accel_train.optim.bitwise import use_deterministic_kernels, use_deterministic_layers
 from accel_train.optim.loss import create_checked_loss

@@ -8,18 +8,31 @@ from torch.utils.checkpoint import checkpoint
 
 
 class SharedNorm(nn.Module):
-    """A BatchNorm that is called for the images and for the same images on another scale, one over learned prototypes,
-    and two layers that are never called."""
+    """A BatchNorm that is called for the images and for the same images on another scale, and two layers that are never
+    called."""
 
     def __init__(self, num_classes: int, in_chans: int) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(in_chans, 8, 3, stride=2), nn.BatchNorm2d(8)
-        self.prototypes, self.norm_of_prototypes = nn.Parameter(torch.randn(num_classes, 8)), nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, num_classes)
         self.unused, self.unused_norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
 
     def forward(self, images: Tensor) -> Tensor:
         scales = [self.norm(self.conv(images * scale)).relu().mean((2, 3)) for scale in (1.0, 0.3)]
-        logits: Tensor = torch.stack(scales).sum(0) @ self.norm_of_prototypes(self.prototypes).t()
+        logits: Tensor = self.head(torch.stack(scales).sum(0))
+        return logits
+
+
+class Prototypes(nn.Module):
+    """A BatchNorm over learned prototypes of the classes, whose number is not that of the samples."""
+
+    def __init__(self, num_classes: int, in_chans: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(in_chans, 8, 3, stride=2), nn.BatchNorm1d(8)
+        self.prototypes = nn.Parameter(torch.randn(num_classes, 8))
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.conv(images).relu().mean((2, 3)) @ self.norm(self.prototypes).t()
         return logits
 
 

@@ -165,7 +165,7 @@ class Checkpoints(CheckpointStore):
         """The parameters that were frozen in all updates so far, and will thaw."""
         if self.config.model.freeze_epochs is None:
             return frozenset()
-        from accel_train.models.freezing import frozen_names
+        from accel_train.models.classifier import frozen_names
         from accel_train.models.wrapping import unwrap_model
 
         bare, settings = unwrap_model(self.model), self.config.model

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from accel_train.launch.compat import backward_pass
 from accel_train.models.batchnorm_kernels import is_fused, normalise, per_channel
-from accel_train.models.libraries import library_layer
+from accel_train.models.wrapping import library_layer
 
 
 class VirtualBatches:

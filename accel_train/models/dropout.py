@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from accel_train.keyed import GOLDEN, hashed, key, scramble, signed
 from accel_train.launch.compat import backward_pass
-from accel_train.models.libraries import library_layer
+from accel_train.models.wrapping import library_layer
 
 STEPS = 65536
 """A mask compares 16 random bits with a threshold, so drop rates are multiples of 1/65536."""

@@ -1,26 +1,55 @@
 """A model by its name: timm's, `torchvision/NAME`, or one of the nets in `nets.py`.
 
+As in timm's names, published weights of torchvision other than the newest are named after a dot:
+`torchvision/NAME.IMAGENET1K_V1`.
+
 timm and torchvision are imported where they are used: together they take seconds.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
-from torch import nn
+from accelerate import Accelerator
+from torch import Tensor, nn
 
 from accel_train.config.origin import Origin
-from accel_train.config.schema import Model
+from accel_train.config.schema import Config, Model
 from accel_train.errors import UserError, nearest, reason_of
-from accel_train.models import hub
-from accel_train.models.classifier import find_classifier
+from accel_train.keyed import key
+from accel_train.models.classifier import classifier_names, find_classifier, freeze
 from accel_train.models.nets import NETS, TORCHVISION, without_none
+from accel_train.models.weights import (
+    FILES,
+    Weights,
+    architecture_of,
+    describe,
+    download_command,
+    fetch,
+    is_hub_name,
+    load_into,
+)
 from accel_train.models.wrapping import logits_of
 from accel_train.user_code.reference import Reference, parse_reference, short_name
 
 NO_ORIGIN = Origin()
+PUBLISHED_ARGUMENTS: dict[str, dict[str, Any]] = {"fbnetc_100": {"bn_eps": 1e-3}}
+"""Arguments that timm gives a model only together with its published weights. Here the model always has them, because
+later runs begin from these weights, too."""
+# Models with a fixed input size, by the beginning of their name, and the argument that sets the size. Other models
+# take images of any size.
+SIZED = {"vit_": "image_size", "maxvit_": "input_size"}
+# Functions that give their model a stochastic depth of their own, and fail if they get another one.
+OWN_DEPTH = ("swin_", "maxvit_")
+# Models whose published weights come from another library, and were trained with images normalised to -1..1.
+HALF = ("googlenet", "inception_v3")
+# What torchvision's function itself takes out of the arguments, of models that ignore those they do not know.
+OF_FUNCTION = ("width_mult", "reduced_tail", "dilated")
 
 
 def input_size(model: Model, native: int | None, origin: Origin = NO_ORIGIN) -> int:
@@ -36,8 +65,6 @@ def input_size(model: Model, native: int | None, origin: Origin = NO_ORIGIN) -> 
     if origin.image_size is not None:
         return origin.image_size
     if model.name.startswith(TORCHVISION):
-        from accel_train.models.torchvision_models import published_weights, size_argument
-
         if model.pretrained:
             return int(published_weights(model.name).transforms().crop_size[0])
         return 224 if size_argument(model.name) else native or 224
@@ -54,11 +81,9 @@ def pretrained_normalization(model: Model) -> tuple[tuple[float, ...], tuple[flo
     None if the model does not start from published weights.
     """
     _check_name(model)
-    if not model.pretrained or hub.is_hub_name(model.name):  # those of the hub are in Config.origin
+    if not model.pretrained or is_hub_name(model.name):  # those of the hub are in Config.origin
         return None
     if model.name.startswith(TORCHVISION):
-        from accel_train.models.torchvision_models import published_normalization
-
         return published_normalization(model.name)
     published = _timm_config(model.name)
     return tuple(published.mean), tuple(published.std)
@@ -91,8 +116,8 @@ def create_model(
     if reference is not None:
         return _create_users(model, reference, num_classes, channels, image_size)
     architecture = ""  # of a model of hf-hub: or local-dir:, read unless `origin` has it
-    if hub.is_hub_name(model.name):
-        architecture = origin.architecture if origin.model == model.name else hub.describe(model.name).architecture
+    if is_hub_name(model.name):
+        architecture = origin.architecture if origin.model == model.name else describe(model.name).architecture
     try:
         if architecture:
             made = _create_hubs(model, architecture, num_classes, channels, image_size)
@@ -100,8 +125,6 @@ def create_model(
             options = without_none(dropout=model.dropout, drop_path=model.drop_path, **more_arguments(model))
             made = NETS[model.name](num_classes, channels, image_size, **options)
         elif model.name.startswith(TORCHVISION):
-            from accel_train.models.torchvision_models import create_torchvision, load_published
-
             made = create_torchvision(model, num_classes, channels, image_size, more_arguments(model))
             if model.pretrained and published:
                 check_forward(made, model.name, channels, image_size)
@@ -129,10 +152,63 @@ def create_model(
     return _with_settings(made, model, channels)
 
 
-def _create_hubs(model: Model, architecture: str, num_classes: int, channels: int, image_size: int) -> nn.Module:
+def create_new_model(
+    config: Config,
+    accelerator: Accelerator,
+    classes: Sequence[str],
+    channels: int,
+    size: int,
+    weights: Weights | None,
+    *,
+    published: bool,
+) -> tuple[nn.Module, tuple[str, ...], str]:
+    """The model on the device, warnings, and which `weights` were loaded ("" for None).
+
+    Weights that are not loaded or published follow from the seed alone.
+    """
+    fetches = config.model.pretrained and published
+    with accelerator.main_process_first() if fetches else nullcontext():  # one process downloads
+        torch.manual_seed(key(config.seed, "weights"))
+        model = create_model(
+            config.model,
+            num_classes=len(classes),
+            channels=channels,
+            image_size=size,
+            published=published,
+            origin=config.origin,
+        )
+    loaded = ""
+    if weights is not None:
+        loaded = load_into(model, weights, classes, channels)
+    model = model.to(accelerator.device)
+    if not config.model.sync_batchnorm:
+        return model, (), loaded
+    if accelerator.device.type == "cuda":  # torch supports it only on GPUs
+        from timm.layers import convert_sync_batchnorm
+
+        return convert_sync_batchnorm(model), (), loaded
+    kind = accelerator.device.type
+    return model, (f"model.sync_batchnorm: not available on {kind}; BatchNorm counts over virtual batches",), loaded
+
+
+def _create_hubs(model: Model, described: str, num_classes: int, channels: int, image_size: int) -> nn.Module:
+    """The model that `described` (see `Origin.architecture`) is, with random weights."""
+    import timm
+    from timm.models import PretrainedCfg
+
     options = without_none(drop_rate=model.dropout, drop_path_rate=model.drop_path) | more_arguments(model)
     try:
-        return hub.create(model.name, architecture, num_classes, channels, image_size, options)
+        architecture, arguments, config = architecture_of(model.name, described)
+        arguments = PUBLISHED_ARGUMENTS.get(architecture, {}) | arguments
+        if PretrainedCfg(**config).fixed_input_size or "img_size" in arguments:
+            arguments["img_size"] = image_size
+        made: nn.Module = timm.create_model(
+            architecture,
+            pretrained=False,
+            pretrained_cfg=config | {"architecture": architecture},
+            **(arguments | {"num_classes": num_classes, "in_chans": channels} | options),
+        )
+        return made
     except (AssertionError, ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
         if options and isinstance(error, (TypeError, LookupError, AttributeError) if model.kwargs else TypeError):
             raise
@@ -145,8 +221,6 @@ def _with_settings(made: nn.Module, model: Model, channels: int) -> nn.Module:
     if model.gradient_checkpointing:
         _checkpoint_gradients(made, short_name("model.name", model.name))
     if model.freeze or model.freeze_body:
-        from accel_train.models.freezing import freeze
-
         freeze(made, model)
     return made
 
@@ -155,9 +229,9 @@ def _create_users(model: Model, reference: Reference, num_classes: int, channels
     """The model that the user's own function returns, tried with an image."""
     from accel_train.user_code.loading import call, load, showing_user_lines
 
-    for key in ("dropout", "drop_path"):
-        if getattr(model, key) is not None:
-            raise UserError(f"model.{key}: is not passed to {reference.short}; give its argument by model.kwargs.")
+    for name in ("dropout", "drop_path"):
+        if getattr(model, name) is not None:
+            raise UserError(f"model.{name}: is not passed to {reference.short}; give its argument by model.kwargs.")
     where = f"--model.name {reference.short}"
     given = {"num_classes": num_classes, "in_chans": channels, "image_size": image_size}
     made = call("model.name", reference, load("model.name", reference), given, json.loads(model.kwargs or "{}"))
@@ -201,10 +275,8 @@ def more_arguments(model: Model) -> dict[str, Any]:
 
 def _check_name(model: Model) -> None:
     """Raise UserError if no library has a model of this name, or if published weights are wanted and do not exist."""
-    published = hub.is_hub_name(model.name)
+    published = is_hub_name(model.name)
     if not (published or model.name in NETS or parse_reference("model.name", model.name) is not None):
-        from accel_train.models.torchvision_models import is_torchvisions, torchvision_names
-
         published = is_torchvisions(model.name) or _check_timm_name(model.name, torchvision_names())
     if model.pretrained and not published:
         raise UserError(f"model.pretrained: {model.name} has no published weights; set it to false.")
@@ -227,7 +299,7 @@ def _check_timm_name(name: str, torchvisions: list[str]) -> bool:
 def is_timms(name: str) -> bool:
     """Whether `name` is in timm's list of models."""
     own = name in NETS or parse_reference("model.name", name) is not None
-    return not own and not name.startswith(TORCHVISION) and not hub.is_hub_name(name)
+    return not own and not name.startswith(TORCHVISION) and not is_hub_name(name)
 
 
 def _download_command(name: str) -> str:
@@ -237,7 +309,7 @@ def _download_command(name: str) -> str:
         call = f"get_model({short!r}, weights={weights or 'DEFAULT'!r})"
         return f'python -c "from torchvision.models import get_model; {call}"'
     if repository := _timm_config(name).hf_hub_id:
-        return hub.download_command(repository)
+        return download_command(repository)
     return f"""python -c "import timm; timm.create_model('{name}', pretrained=True)\""""
 
 
@@ -257,15 +329,15 @@ def _create_timm(model: Model, num_classes: int, channels: int, image_size: int,
     import timm
 
     own = without_none(drop_rate=model.dropout, drop_path_rate=model.drop_path) | more_arguments(model)
-    options = hub.PUBLISHED_ARGUMENTS.get(model.name.partition(".")[0], {}) | own
+    options = PUBLISHED_ARGUMENTS.get(model.name.partition(".")[0], {}) | own
     published = _timm_config(model.name)
     sized = published.fixed_input_size and image_size != published.input_size[-1]
     if sized:
         options["img_size"] = image_size
     if model.pretrained and load_published and published.hf_hub_id:  # timm itself would try five times
         named = published.hf_hub_filename
-        files = (named.replace("pytorch_model.bin", "model.safetensors"), named) if named else hub.FILES
-        hub.fetch(published.hf_hub_id, files)
+        files = (named.replace("pytorch_model.bin", "model.safetensors"), named) if named else FILES
+        fetch(published.hf_hub_id, files)
     try:
         made = timm.create_model(
             model.name,
@@ -309,3 +381,136 @@ def _checkpoint_gradients(model: nn.Module, name: str) -> None:
         cast(Any, model).set_grad_checkpointing(True)
     except AssertionError as error:  # so timm says that a model does not support it
         raise refused from error
+
+
+def torchvision_names() -> list[str]:
+    """All names, with the prefix."""
+    import torchvision
+
+    return [TORCHVISION + name for name in torchvision.models.list_models(module=torchvision.models)]
+
+
+def architecture(name: str) -> str:
+    """torchvision's own name of the model: without the prefix, and without the name of its weights."""
+    return name.removeprefix(TORCHVISION).partition(".")[0]
+
+
+def is_torchvisions(name: str) -> bool:
+    """Whether torchvision has this model. Raises UserError if it has the model, but not the weights that are named."""
+    found = name.startswith(TORCHVISION) and TORCHVISION + architecture(name) in torchvision_names()
+    return found and published_weights(name) is not None
+
+
+def published_weights(name: str) -> Any:
+    """The published weights of a model that its name says, or its newest; `.transforms()` has their crop_size, mean and
+    std. Raises UserError for an unknown name of weights."""
+    import torchvision
+
+    short = architecture(name)
+    if TORCHVISION + short not in torchvision_names():
+        raise UserError(f"torchvision has no model {short!r}.{nearest(TORCHVISION + short, torchvision_names())}")
+    _, dot, wanted = name.partition(".")
+    kinds = torchvision.models.get_model_weights(short)
+    if dot and wanted not in kinds.__members__:
+        known = [each.name for each in kinds]
+        raise UserError(
+            f"model.name: {TORCHVISION}{short} has no weights {wanted!r}.{nearest(wanted, known)} Its weights are "
+            f"{', '.join(known)}."
+        )
+    return kinds[wanted or "DEFAULT"]
+
+
+def published_normalization(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation that the published weights were trained with.
+
+    torchvision gives the models in HALF another input and lets them convert it (transform_input). That is no weight: a
+    model that begins from the weights of such a run would not have it. So no model has it here.
+    """
+    if architecture(name) in HALF:
+        return (0.5,) * 3, (0.5,) * 3
+    transforms = published_weights(name).transforms()
+    return tuple(transforms.mean), tuple(transforms.std)
+
+
+def size_argument(name: str) -> str | None:
+    """The argument that sets the fixed input size of a model; None if the model takes any size."""
+    return next((argument for start, argument in SIZED.items() if architecture(name).startswith(start)), None)
+
+
+def create_torchvision(
+    model: Model, num_classes: int, channels: int, image_size: int, more: dict[str, Any]
+) -> nn.Module:
+    """The model, with random weights. `more`: further arguments of torchvision's function."""
+    import torchvision
+
+    short = architecture(model.name)
+    options = without_none(dropout=model.dropout)
+    if not short.startswith(OWN_DEPTH):
+        options |= without_none(stochastic_depth_prob=model.drop_path)
+    if short.startswith("densenet") and "dropout" in options:
+        options["drop_rate"] = options.pop("dropout")
+    if short in HALF:  # without the auxiliary heads, which would make the output a tuple
+        options |= {"aux_logits": False, "init_weights": True}
+    if (argument := size_argument(model.name)) is not None:
+        options[argument] = image_size if argument == "image_size" else (image_size, image_size)
+    options |= more
+    try:
+        made: nn.Module = torchvision.models.get_model(short, num_classes=num_classes, **options)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        if argument is None:
+            raise
+        raise UserError(f"{model.name}: model.image_size {image_size} does not fit: {reason_of(error)}.") from error
+    _check_arguments(made, options)
+    if short.startswith(OWN_DEPTH) and model.drop_path is not None:
+        _set_depth(made, model.drop_path)
+    if channels != 3:
+        _adapt_stem(made, channels)
+    return made
+
+
+def _check_arguments(model: nn.Module, options: dict[str, Any]) -> None:
+    """Raise TypeError for `options` that the model's class accepts and ignores, such as ConvNeXt for a dropout."""
+    known = inspect.signature(type(model)).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        for name in options.keys() - known.keys() - {*OF_FUNCTION}:
+            raise TypeError(f"{type(model).__name__} ignores the unexpected keyword argument {name!r}")
+
+
+def _set_depth(model: nn.Module, rate: float) -> None:
+    """Let the rates of stochastic depth rise from 0 to `rate` at the last block, as the model's own rise to its own."""
+    from torchvision.ops import StochasticDepth
+
+    drops = [module for module in model.modules() if isinstance(module, StochasticDepth)]
+    last = max(drop.p for drop in drops)
+    for drop in drops:
+        drop.p = rate * (drop.p / last)
+
+
+def _adapt_stem(model: nn.Module, channels: int) -> None:
+    """Let the first convolution take `channels`, with weights that timm makes from its own."""
+    from timm.models import adapt_input_conv
+
+    stem = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    stem.weight, stem.in_channels = nn.Parameter(adapt_input_conv(channels, stem.weight.detach())), channels
+
+
+def load_published(model: nn.Module, name: str) -> None:
+    """Load the published weights of `name`, except a last layer for another number of classes, which keeps its random
+    weights. Raises OSError if they cannot be fetched."""
+    from timm.models import adapt_input_conv
+
+    state: dict[str, Tensor] = published_weights(name).get_state_dict(progress=False, check_hash=True)
+    own = model.state_dict()
+    heads = tuple(f"{head}." for head in classifier_names(model))
+    loaded = {}
+    for entry, value in state.items():
+        if entry not in own:  # an auxiliary head
+            continue
+        if value.ndim == 4 and value.shape[1] == 3 != own[entry].shape[1]:
+            value = adapt_input_conv(own[entry].shape[1], value)
+        if value.shape == own[entry].shape:
+            loaded[entry] = value
+    unfit = [entry for entry in own if entry not in loaded and not entry.startswith(heads)]
+    if unfit:
+        raise UserError(f"{name}: its published weights do not fit this model.image_size ({unfit[0]}); leave it out.")
+    model.load_state_dict(own | loaded)

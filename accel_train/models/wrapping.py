@@ -5,6 +5,7 @@ Gradient checkpointing repeats parts of the forward pass during the backward pas
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -108,3 +109,12 @@ def broadcast_buffers(model: nn.Module) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
+
+
+def library_layer(module: str, name: str) -> type[nn.Module] | None:
+    """A class of a library's module; None if nothing has imported that, so that no model can have such a layer.
+
+    timm and torchvision take seconds to import.
+    """
+    layer: type[nn.Module] | None = getattr(sys.modules.get(module), name, None)
+    return layer

@@ -19,7 +19,7 @@ from accel_train.data.sources.load import Splits, splits_of
 from accel_train.errors import UserError
 from accel_train.files import sha256
 from accel_train.launch.agreement import broadcast_from_main, check_agreement, fail_together
-from accel_train.models import hub
+from accel_train.models.weights import CONFIG, Weights, check_file, describe, is_hub_name, weights_file
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.schedule import check_schedule
 from accel_train.ownership.claim import Claim, claim_run
@@ -37,7 +37,7 @@ class StartPoint:
 
     config: Config
     """With its origin."""
-    weights: hub.Weights | None = None
+    weights: Weights | None = None
     """To be loaded; None: random or published ones, or those of a checkpoint."""
     resumes: bool = False
     """The weights come from a checkpoint. Those that the run began from are not needed any more, and the model's trial
@@ -51,7 +51,7 @@ def find_start(config: Config, accelerator: Accelerator) -> StartPoint:
     Raises UserError, also if the processes read different weights.
     """
     model = config.model
-    if not (model.weights or model.pretrained or hub.is_hub_name(model.name)):
+    if not (model.weights or model.pretrained or is_hub_name(model.name)):
         return StartPoint(config, resumes=broadcast_from_main(accelerator, lambda: _has_checkpoint(config)))
     resumes, origin, found = broadcast_from_main(accelerator, lambda: _on_main(config))
     config = dataclasses.replace(config, origin=origin)
@@ -61,8 +61,8 @@ def find_start(config: Config, accelerator: Accelerator) -> StartPoint:
     if not accelerator.is_main_process:
         # Another node has its own cache of the hub, and perhaps another file of the same name.
         try:
-            if model.weights is None and hub.is_hub_name(model.name):
-                found = dataclasses.replace(found, file=hub.weights_file(model.name))
+            if model.weights is None and is_hub_name(model.name):
+                found = dataclasses.replace(found, file=weights_file(model.name))
             sha = sha256(found.file)
         except UserError:
             sha = "not found"
@@ -127,23 +127,23 @@ def load_data(config: Config, accelerator: Accelerator, stopped: Callable[[], st
     return splits
 
 
-def _on_main(config: Config) -> tuple[bool, Origin, hub.Weights | None]:
+def _on_main(config: Config) -> tuple[bool, Origin, Weights | None]:
     """Whether the run resumes, its origin, and the weights that were found, if they are still there."""
     model, resumes = config.model, _has_checkpoint(config)
     is_finished = config.output_dir is not None and (config.output_dir / "result.json").is_file()
     recorded = _recorded(config) if resumes or is_finished else Origin()
     origin, weights = Origin(), None
-    if hub.is_hub_name(model.name):
+    if is_hub_name(model.name):
         if recorded.model == model.name:
             origin = dataclasses.replace(recorded, weights="", sha256="")
         else:
-            described = hub.describe(model.name)
+            described = describe(model.name)
             origin = Origin(model=model.name, architecture=described.architecture)
             if model.pretrained or described.fixed_size:
                 origin = dataclasses.replace(origin, image_size=described.image_size)
             if model.pretrained:
                 origin = dataclasses.replace(origin, mean=described.mean, std=described.std)
-                weights = hub.Weights(hub.weights_file(model.name), model.name, described.classes)
+                weights = Weights(weights_file(model.name), model.name, described.classes)
     if model.weights is not None:
         try:
             weights, info = find_file(model.weights)
@@ -164,7 +164,7 @@ def _on_main(config: Config) -> tuple[bool, Origin, hub.Weights | None]:
         raise UserError(f"--model.weights: {weights.file} cannot be read ({error.strerror}).") from error
 
 
-def find_file(path: Path) -> tuple[hub.Weights, ModelInfo | None]:
+def find_file(path: Path) -> tuple[Weights, ModelInfo | None]:
     """The file of weights that --model.weights names, and the model.json beside it if it is of a run.
 
     Of a run or a checkpoint with an EMA they are those of the EMA, with which `accel-train predict` predicts, too.
@@ -185,14 +185,12 @@ def find_file(path: Path) -> tuple[hub.Weights, ModelInfo | None]:
         if not (path / FILE).exists():
             advice = (
                 f" Give --model.name {shlex.quote(f'local-dir:{path}')} --model.pretrained true."
-                * (path / hub.CONFIG).exists()
+                * (path / CONFIG).exists()
             )
             raise UserError(f"{option} is a folder, but neither a run (with {FILE}) nor a checkpoint.{advice}")
         file = list(find_weights(path).values())[-1]
     else:
         file = path
-        from accel_train.models.weights import check_file
-
         check_file(file)
     info = None
     if file.name in ("model.safetensors", "ema.safetensors"):
@@ -200,7 +198,7 @@ def find_file(path: Path) -> tuple[hub.Weights, ModelInfo | None]:
         run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
         info = read_model_info(run) if (run / FILE).exists() else None
     kind = " (EMA)" if file.name == "ema.safetensors" else ""
-    return hub.Weights(file, f"{file}{kind}", info.classes if info else None), info
+    return Weights(file, f"{file}{kind}", info.classes if info else None), info
 
 
 def _has_checkpoint(config: Config) -> bool:

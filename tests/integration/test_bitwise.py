@@ -28,7 +28,7 @@ RUNS = {
     # Eight virtual batches of 4, drawn with replacement; the last window of an epoch is short.
     "drawn": f"cifar10_resnet18 {MADE} --epochs 2 --batch-size 32 --virtual-batch-size 4 --model.name test_resnet "
     "--model.drop-path 0.2 --augment.mixup 0.4 --ema.enabled true --optim.clip 1 --data.sampler balanced",
-    # A BatchNorm that is called twice, another one over learned prototypes, and layers that are never called.
+    # A BatchNorm that is called twice, and layers that are never called.
     "odd": f"digits {MADE} --epochs 2 --batch-size 32 --virtual-batch-size 8 --model.name {ODD_MODELS}:SharedNorm",
 }
 SLOW = {

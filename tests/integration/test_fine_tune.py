@@ -285,13 +285,13 @@ def test_the_hub_is_asked_once_and_its_cache_is_enough(tmp_path: Path, server: T
     program = """
 import time
 from accel_train.errors import UserError
-from accel_train.models import hub
+from accel_train.models import weights
 
-print(hub.weights_file("hf-hub:org/net"))
+print(weights.weights_file("hf-hub:org/net"))
 for name in ("hf-hub:org/other", "hf-hub:a/b/c"):
     began = time.monotonic()
     try:
-        hub.describe(name)
+        weights.describe(name)
     except UserError as error:
         print("ERROR", time.monotonic() - began < 8, error)
 """

@@ -55,7 +55,7 @@ FLAT += " --epochs 1 --data.workers 0 --log-every-updates 1 --optim.lr 0.01"
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["TwoViews", "Capacity", "Recomputed"])
+@pytest.mark.parametrize("name", ["TwoViews", "Capacity", "Recomputed", "Prototypes"])
 @pytest.mark.parametrize("bitwise", ["false", "true"])
 def test_a_model_that_couples_samples_learns_the_same_on_any_number_of_processes(
     name: str, bitwise: str, tmp_path: Path

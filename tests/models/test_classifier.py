@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from accel_train.config.schema import Model, Optim
 from accel_train.errors import UserError
-from accel_train.models.classifier import classifier_names, find_classifier
-from accel_train.models.freezing import freeze
-from accel_train.models.hub import Weights
-from accel_train.models.weights import load_into
+from accel_train.models.classifier import classifier_names, find_classifier, freeze
+from accel_train.models.weights import Weights, load_into
 from accel_train.models.wrapping import input_names
 from accel_train.optim.optimizer import create_optimizer, parameters_to_clip
 

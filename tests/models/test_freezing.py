@@ -15,8 +15,7 @@ from torch import nn
 from accel_train.config.schema import Model, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.models import classifier_names, create_model, set_train_mode
-from accel_train.models.classifier import find_classifier
-from accel_train.models.freezing import drop_frozen_gradients, freeze
+from accel_train.models.classifier import drop_frozen_gradients, find_classifier, freeze
 from accel_train.optim.optimizer import create_optimizer
 from accel_train.optim.schedule import LearningRate
 

@@ -17,12 +17,12 @@ import torch
 import torchvision
 from torch import nn
 
+from accel_train.config.origin import Origin
 from accel_train.config.schema import Model
 from accel_train.errors import UserError
 from accel_train.models import (
     classifier_names,
     create_model,
-    hub,
     input_size,
     pretrained_normalization,
     set_train_mode,
@@ -429,7 +429,8 @@ def test_a_later_model_has_what_timm_gives_only_with_published_weights(monkeypat
 
 def hub_model(name: str) -> nn.Module:
     text = json.dumps({"name": name, "arguments": {}, "config": {}})
-    return hub.create("local-dir:x", text, 7, 3, 64, {})
+    origin = Origin(model="local-dir:x", architecture=text)
+    return create_model(Model(name="local-dir:x"), num_classes=7, channels=3, image_size=64, origin=origin)
 
 
 @pytest.mark.ci
@@ -445,6 +446,7 @@ def test_no_network_is_one_line_and_imports_are_late(tmp_path: Path) -> None:
     program = """
 import sys
 from accel_train import models
+from accel_train.config.origin import Origin
 from accel_train.config.schema import Model
 from accel_train.errors import UserError
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Model
 from accel_train.errors import UserError
-from accel_train.models import create_model, hub
-from accel_train.models.hub import Weights
-from accel_train.models.weights import load_into, read_state
+from accel_train.models import create_model
+from accel_train.models.weights import Weights, describe, load_into, read_state
 
 LETTERS = tuple("abcdefghij")
 
@@ -176,8 +175,8 @@ def test_files_that_are_no_weights_are_one_line(tmp_path: Path) -> None:
 def test_a_config_of_somebody_else_reads_no_file_and_fetches_nothing(tmp_path: Path) -> None:
     timm.models.save_for_hf(timm.create_model("test_resnet", num_classes=4), tmp_path, safe_serialization=True)
     name = f"local-dir:{tmp_path}"
-    good = hub.describe(name).architecture
-    assert (hub.describe(name).image_size, hub.describe(name).mean) == (160, (0.5, 0.5, 0.5))
+    good = describe(name).architecture
+    assert (describe(name).image_size, describe(name).mean) == (160, (0.5, 0.5, 0.5))
     hostile = good.replace('"arguments": {', '"arguments": {"checkpoint_path": "/etc/passwd", ')
     origin = Origin(model=name, architecture=hostile)
     with pytest.raises(UserError, match="model_args that cannot be used: checkpoint_path"):
@@ -201,4 +200,4 @@ def test_a_config_of_somebody_else_reads_no_file_and_fetches_nothing(tmp_path: P
 def test_a_config_that_is_none_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"^model\.name: .*"):
-        hub.describe(f"local-dir:{tmp_path}")
+        describe(f"local-dir:{tmp_path}")

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from accel_train.config.schema import Model
 from accel_train.data.transforms.parameters import crop_fraction
 from accel_train.errors import UserError, needing, reason_of
-from accel_train.models.factory import more_arguments
-from accel_train.models.hub import CONFIG, FILES, KEPT, architecture_of, is_hub_name
+from accel_train.models.factory import architecture, is_torchvisions, more_arguments
 from accel_train.models.nets import NETS, TORCHVISION
-from accel_train.models.torchvision_models import architecture, is_torchvisions
+from accel_train.models.weights import CONFIG, FILES, KEPT, architecture_of, is_hub_name
 from accel_train.records.model_info import ModelInfo
 from accel_train.tools.export.preprocess import FILE
 from accel_train.tools.load_run import LoadedRun

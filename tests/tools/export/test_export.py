@@ -21,7 +21,7 @@ from accel_train.config.options import parse
 from accel_train.config.origin import Origin
 from accel_train.config.schema import to_yaml
 from accel_train.models.factory import create_model
-from accel_train.models.hub import describe
+from accel_train.models.weights import describe
 from accel_train.records.model_info import ModelInfo
 from accel_train.tools.export.preprocess import prepare
 from accel_train.tools.load_run import load
