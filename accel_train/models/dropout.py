@@ -6,9 +6,10 @@
 
 A mask is a function of keys: (seed, update, sample, layer, number of the layer's call). torch draws masks from one
 generator for a whole micro-batch, so they depend on how a batch is divided. Here each sample has its own random numbers
-in each layer, whatever the micro-batch and the process. They come from the hash in keyed.py. Rarer kinds of dropout
-draw from torch's generators: the trial of the model finds them, and each forward pass of such a model has one virtual
-batch, whose random numbers are seeded (trial.py).
+in each layer, whatever the micro-batch and the process. They come from the hash in keyed.py. Known are the layers in
+`keyed_class` and torch's function `dropout`. Other kinds of dropout draw from torch's generators: the trial of the
+model finds them, and each forward pass of such a model has one virtual batch, whose random numbers are seeded
+(trial.py).
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class DropoutKeys:
         self.rate_of_check: float | None = None
         """Replaces each rate between 0 and 1 while a model is checked: errors hide if a mask drops little."""
         self._words = torch.tensor([key(name) for name in (*self.layers, "")])
-        # int64 [rows, samples]; MasksTogether may add rows. It is changed in place: torch.compile then neither compiles
+        # int64 [rows, samples]; PlannedMasks may add rows. It is changed in place: torch.compile then neither compiles
         # again for an update nor takes an old value for a constant.
         self._table: Tensor | None = None
-        self._together = MasksTogether()
+        self._together = PlannedMasks()
         # How often each layer was called in this forward pass. After its second call a layer is `_repeated`: only
         # then compiled code has to count, which torch.compile cannot do inside gradient checkpointing.
         self._calls = [0] * len(self._words)
@@ -112,10 +113,11 @@ class DropoutKeys:
         The first dimension counts samples, or a multiple of them with the parts of a sample side by side (such as
         the windows of a Swin transformer). None if it is neither, or without samples: then use torch's own function.
         """
-        called = self._begin_call(row, shape)
-        if called is None:
+        if self._table is None:
             return None
-        number, keys = called
+        number, keys = self._number_of_call(row), self._table[row]
+        if not shape or shape[0] % len(keys):
+            return None
         call = Call(row, number, prod(shape) // len(keys), round(p * STEPS))
         if call.dropped == STEPS:
             return Mask(torch.zeros(tuple(shape), dtype=torch.bool, device=keys.device), 0.0)
@@ -124,21 +126,6 @@ class DropoutKeys:
         if keep is None:
             keep = _words(number, keys, call.words).view(torch.int16)[:, : call.size] >= call.lowest
         return Mask(keep.reshape(tuple(shape)), 1 - call.dropped / STEPS)
-
-    def words(self, row: int, shape: Sequence[int]) -> Tensor | None:
-        """Random 64-bit words for the elements of `shape`, for the next call of layer `row`; None as `mask` says.
-
-        Returns int64 [b, words]: those of each sample, in the order of its elements.
-        """
-        called = self._begin_call(row, shape)
-        return None if called is None else _words(*called, prod(shape) // len(called[1]))
-
-    def _begin_call(self, row: int, shape: Sequence[int]) -> tuple[int, Tensor] | None:
-        """The number of the next call of layer `row`, and each sample's word in this layer, int64 [b]."""
-        if self._table is None:
-            return None
-        number, keys = self._number_of_call(row), self._table[row]
-        return (number, keys) if shape and shape[0] % len(keys) == 0 else None
 
     def _number_of_call(self, row: int) -> int:
         """How often layer `row` was called before in this forward pass.
@@ -183,37 +170,15 @@ def scaled(values: Tensor, mask: Mask, inplace: bool = False) -> Tensor:
     return masked.mul_(mask.scale)
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    bias: Tensor | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
-    """torch's scaled_dot_product_attention with a given dropout mask [n, …, L, S], by the formula that torch documents.
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+    """torch's scaled_dot_product_attention with a given dropout mask [n, heads, L, S], by the formula that torch
+    documents.
 
-    query [n, …, L, E], key [n, …, S, E], value [n, …, S, V], bias (torch's attn_mask) bool or float, broadcastable to
-    the mask. Returns [n, …, L, V]. The fused kernels draw their masks themselves, so they cannot be used.
+    query [n, heads, L, E], key [n, heads, S, E], value [n, heads, S, V]. Returns [n, heads, L, V]. The fused kernels
+    draw their masks themselves, so they cannot be used.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query * scale) @ key.transpose(-2, -1)
-    if causal:
-        bias = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if bias is not None:
-        scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
     return scaled(scores.softmax(-1), mask) @ value
-
-
-def channel_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a mask that drops whole channels of values of `shape` [n, C, …]: [n, C, 1, …]."""
-    return (*shape[:2], *(1 for _ in shape[2:]))
-
-
-def sample_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a mask that drops whole samples of values of `shape` [n, …]: [n, 1, …]."""
-    return (shape[0], *(1 for _ in shape[1:]))
 
 
 class Call(NamedTuple):
@@ -239,7 +204,7 @@ class Call(NamedTuple):
         return self.dropped - STEPS // 2
 
 
-class MasksTogether:
+class PlannedMasks:
     """Computes those masks of a forward pass for which the pass before has asked, too.
 
     A mask takes some fifteen kernels. On a GPU the update of a small network takes as long as launching its kernels, so
@@ -339,12 +304,12 @@ def _rate(layer: nn.Module) -> float:
 
 
 class KeyedFunctions(TorchFunctionMode):
-    """While a model runs in this context, dropout functions take their masks from `keys`.
+    """While a model runs in this context, torch's function `dropout` takes its masks from `keys`.
 
     The calls are numbered in their order, so a forward pass must make the same calls on all processes. Enter the
     context for each forward pass, after `keys.set_samples`. Each of torch's functions passes through Python then, so
-    use it only for a model that needs it: the trial of the model (models/trial.py) says so. A function that gradient
-    checkpointing calls again in the backward pass is not redirected.
+    use it only for a model that needs it: the trial of the model (trial.py) says so. A call that gradient checkpointing
+    repeats in the backward pass is not redirected.
     """
 
     def __init__(self, keys: DropoutKeys) -> None:
@@ -354,58 +319,14 @@ class KeyedFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        replacement = REPLACEMENTS.get(func)
-        result = None if replacement is None else replacement(self, *args, **(kwargs or {}))
+        result = self._dropout(*args, **(kwargs or {})) if func is F.dropout else None
         return func(*args, **(kwargs or {})) if result is None else result
 
-    def mask(self, shape: Sequence[int], p: float) -> Mask | None:
-        return self.keys.mask(self.keys.function_row, shape, self.keys.rate(p))
-
-    # Each of these, and what `_dropping` returns, returns None if torch's own function must be called.
-
-    def bernoulli_(self, values: Tensor, p: Tensor | float = 0.5, **options: Any) -> Tensor | None:
-        """So timm's drop_path and torchvision's stochastic_depth draw. `values` are 1 with probability `p`."""
-        if isinstance(p, Tensor) or options or not 0 < p < 1:
-            return None
-        # Those functions divide by `p` itself, so compare all 64 bits.
-        words = self.keys.words(self.keys.function_row, values.shape)
-        return None if words is None else values.copy_((words < int((p - 0.5) * 2**64)).view(values.shape))
-
-    def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor | None:
-        shape = (*query.shape[:-1], key.shape[-2])
-        mask = self.mask(shape, dropout_p) if dropout_p > 0 and not enable_gqa else None
-        return None if mask is None else attention(query, key, value, mask, attn_mask, is_causal, scale)
-
-
-def _dropping(*, channels: bool) -> Callable[..., Tensor | None]:
-    """The replacement of a function that drops elements, or whole channels."""
-
-    def replacement(
-        functions: KeyedFunctions, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor | None:
-        shape = channel_shape(input.shape) if channels else input.shape
-        mask = functions.mask(shape, p) if training and p > 0 else None
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor | None:
+        """As F.dropout; None if torch's own must be called."""
+        keys = self.keys
+        mask = keys.mask(keys.function_row, input.shape, keys.rate(p)) if training and p > 0 else None
         return None if mask is None else scaled(input, mask, inplace)
-
-    return replacement
-
-
-REPLACEMENTS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
-    F.dropout: _dropping(channels=False),
-    F.dropout2d: _dropping(channels=True),
-    F.scaled_dot_product_attention: KeyedFunctions.attention,
-    torch.Tensor.bernoulli_: KeyedFunctions.bernoulli_,
-}
 
 
 class _Keyed:
@@ -434,7 +355,7 @@ class _Elements(_Keyed):
 class _Channels(_Keyed):
     def keyed(self: Any, input: Tensor) -> Tensor | None:
         # torch takes values of three dimensions for a single sample without a batch.
-        mask = self.mask(channel_shape(input.shape), self.p) if input.dim() == 4 else None
+        mask = self.mask((*input.shape[:2], 1, 1), self.p) if input.dim() == 4 else None
         return None if mask is None else scaled(input, mask, self.inplace)
 
 
@@ -457,11 +378,16 @@ class _Attention(_Keyed):
         return self.out_proj(attended.transpose(1, 2).flatten(2)), None
 
 
+def _sample_shape(values: Tensor) -> tuple[int, ...]:
+    """The shape of a mask that drops whole samples of `values` [n, …]: [n, 1, …]."""
+    return (len(values), *(1 for _ in values.shape[1:]))
+
+
 class _Path(_Keyed):
     """timm's DropPath: drops a residual branch of a sample."""
 
     def keyed(self: Any, x: Tensor) -> Tensor | None:
-        mask = self.mask(sample_shape(x.shape), self.drop_prob)
+        mask = self.mask(_sample_shape(x), self.drop_prob)
         if mask is None:
             return None
         return scaled(x, mask) if self.scale_by_keep else x * mask.keep
@@ -471,7 +397,7 @@ class _Depth(_Keyed):
     """torchvision's StochasticDepth in mode "row", which is a DropPath."""
 
     def keyed(self: Any, input: Tensor) -> Tensor | None:
-        mask = self.mask(sample_shape(input.shape), self.p) if self.mode == "row" else None
+        mask = self.mask(_sample_shape(input), self.p) if self.mode == "row" else None
         return None if mask is None else scaled(input, mask)
 
 

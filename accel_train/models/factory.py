@@ -44,8 +44,6 @@ later runs begin from these weights, too."""
 # Models with a fixed input size, by the beginning of their name, and the argument that sets the size. Other models
 # take images of any size.
 SIZED = {"vit_": "image_size", "maxvit_": "input_size"}
-# Functions that give their model a stochastic depth of their own, and fail if they get another one.
-OWN_DEPTH = ("swin_", "maxvit_")
 # Models whose published weights come from another library, and were trained with images normalised to -1..1.
 HALF = ("googlenet", "inception_v3")
 # What torchvision's function itself takes out of the arguments, of models that ignore those they do not know.
@@ -134,7 +132,7 @@ def create_model(
             made = _create_timm(model, num_classes, channels, image_size, published)
     except (TypeError, LookupError, AttributeError) as error:
         asked = [key for key in ("dropout", "drop_path", "kwargs") if getattr(model, key) is not None]
-        if not asked or ("unexpected keyword" not in str(error) and not model.kwargs):
+        if not asked or ("keyword argument" not in str(error) and not model.kwargs):
             raise
         settings = " or ".join(f"model.{key}" for key in asked)
         reason = f"{error} is unknown" if isinstance(error, KeyError) else error
@@ -444,9 +442,7 @@ def create_torchvision(
     import torchvision
 
     short = architecture(model.name)
-    options = without_none(dropout=model.dropout)
-    if not short.startswith(OWN_DEPTH):
-        options |= without_none(stochastic_depth_prob=model.drop_path)
+    options = without_none(dropout=model.dropout, stochastic_depth_prob=model.drop_path)
     if short.startswith("densenet") and "dropout" in options:
         options["drop_rate"] = options.pop("dropout")
     if short in HALF:  # without the auxiliary heads, which would make the output a tuple
@@ -461,8 +457,6 @@ def create_torchvision(
             raise
         raise UserError(f"{model.name}: model.image_size {image_size} does not fit: {reason_of(error)}.") from error
     _check_arguments(made, options)
-    if short.startswith(OWN_DEPTH) and model.drop_path is not None:
-        _set_depth(made, model.drop_path)
     if channels != 3:
         _adapt_stem(made, channels)
     return made
@@ -474,16 +468,6 @@ def _check_arguments(model: nn.Module, options: dict[str, Any]) -> None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         for name in options.keys() - known.keys() - {*OF_FUNCTION}:
             raise TypeError(f"{type(model).__name__} ignores the unexpected keyword argument {name!r}")
-
-
-def _set_depth(model: nn.Module, rate: float) -> None:
-    """Let the rates of stochastic depth rise from 0 to `rate` at the last block, as the model's own rise to its own."""
-    from torchvision.ops import StochasticDepth
-
-    drops = [module for module in model.modules() if isinstance(module, StochasticDepth)]
-    last = max(drop.p for drop in drops)
-    for drop in drops:
-        drop.p = rate * (drop.p / last)
 
 
 def _adapt_stem(model: nn.Module, channels: int) -> None:

@@ -248,6 +248,7 @@ def test_torchvisions_names_have_their_prefix() -> None:
         ({"name": "torchvision/resnet18", "dropout": 0.1}, 32, "model.dropout"),
         ({"name": "torchvision/convnext_tiny", "dropout": 0.1}, 64, "model.dropout"),
         ({"name": "torchvision/mobilenet_v3_small", "drop_path": 0.1}, 64, "model.drop_path"),
+        ({"name": "torchvision/swin_t", "drop_path": 0.1}, 64, "model.drop_path"),
         ({"name": "torchvision/mobilenet_v3_small", "kwargs": '{"depth": 3}'}, 64, "model.kwargs"),
         ({"name": "torchvision/resnet18", "gradient_checkpointing": True}, 32, "gradient_checkpointing"),
         ({"name": "test_byobnet", "gradient_checkpointing": True}, 32, None),
@@ -275,21 +276,6 @@ def test_dropout_and_drop_path_reach_the_model() -> None:
     assert make("torchvision/mobilenet_v2", image_size=32, dropout=0.4).get_submodule("classifier.0").p == 0.4
     model = make("convnext_atto", image_size=64, drop_path=0.5)
     assert max(getattr(module, "drop_prob", 0) or 0 for module in model.modules()) == 0.5
-
-
-@pytest.mark.parametrize(
-    ("name", "rate"), [("swin_t", 0.35), ("swin_v2_t", 0.35), ("maxvit_t", 0.35), ("maxvit_t", 0), ("convnext_tiny", 0)]
-)
-def test_drop_path_of_torchvision(name: str, rate: float) -> None:
-    """The rate is the last block's. The functions of Swin and MaxViT do not take it."""
-
-    def rates(model: nn.Module) -> list[float]:
-        return [module.p for module in model.modules() if isinstance(module, torchvision.ops.StochasticDepth)]
-
-    with torch.device("meta"):
-        theirs = rates(torchvision.models.get_model(name))
-    expected = [rate * p / max(theirs) for p in theirs]
-    assert rates(make(f"torchvision/{name}", image_size=224, drop_path=rate)) == pytest.approx(expected)
 
 
 def test_arguments_that_torchvisions_functions_take_themselves() -> None:
