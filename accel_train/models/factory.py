@@ -12,17 +12,18 @@ import inspect
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Config, Model
 from accel_train.errors import UserError, nearest, reason_of
 from accel_train.keyed import key
-from accel_train.models.classifier import classifier_names, find_classifier, freeze
+from accel_train.models.classifier import find_classifier, freeze
 from accel_train.models.nets import NETS, TORCHVISION, without_none
 from accel_train.models.weights import (
     FILES,
@@ -33,6 +34,7 @@ from accel_train.models.weights import (
     fetch,
     is_hub_name,
     load_into,
+    load_state,
 )
 from accel_train.models.wrapping import logits_of
 from accel_train.user_code.reference import Reference, parse_reference, short_name
@@ -127,7 +129,8 @@ def create_model(
             if model.pretrained and published:
                 check_forward(made, model.name, channels, image_size)
                 find_classifier(made, num_classes, channels, image_size)
-                load_published(made, model.name)
+                state = published_weights(model.name).get_state_dict(progress=False, check_hash=True)
+                load_state(made, state, Weights(Path(), model.name, None), [""] * num_classes, channels)
         else:
             made = _create_timm(model, num_classes, channels, image_size, published)
     except (TypeError, LookupError, AttributeError) as error:
@@ -476,25 +479,3 @@ def _adapt_stem(model: nn.Module, channels: int) -> None:
 
     stem = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
     stem.weight, stem.in_channels = nn.Parameter(adapt_input_conv(channels, stem.weight.detach())), channels
-
-
-def load_published(model: nn.Module, name: str) -> None:
-    """Load the published weights of `name`, except a last layer for another number of classes, which keeps its random
-    weights. Raises OSError if they cannot be fetched."""
-    from timm.models import adapt_input_conv
-
-    state: dict[str, Tensor] = published_weights(name).get_state_dict(progress=False, check_hash=True)
-    own = model.state_dict()
-    heads = tuple(f"{head}." for head in classifier_names(model))
-    loaded = {}
-    for entry, value in state.items():
-        if entry not in own:  # an auxiliary head
-            continue
-        if value.ndim == 4 and value.shape[1] == 3 != own[entry].shape[1]:
-            value = adapt_input_conv(own[entry].shape[1], value)
-        if value.shape == own[entry].shape:
-            loaded[entry] = value
-    unfit = [entry for entry in own if entry not in loaded and not entry.startswith(heads)]
-    if unfit:
-        raise UserError(f"{name}: its published weights do not fit this model.image_size ({unfit[0]}); leave it out.")
-    model.load_state_dict(own | loaded)

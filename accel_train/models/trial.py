@@ -204,20 +204,17 @@ class _Copy:
         self.names = {module: f"{name} ({class_name(module)})" for name, module in self.model.named_modules() if name}
         self.parameters = [each for each in self.model.parameters() if each.requires_grad]
 
-    def run(self, images: Tensor, first: int, seed: int, *, totals: bool = False) -> _Pass:
+    def run(self, images: Tensor, first: int, seed: int) -> _Pass:
         """A pass of training over `images`, whose samples are numbered from `first`."""
         seed_generators(seed)
         self.keys.set_samples(torch.arange(first, first + len(images)), 0, images.device)
         self.batches.begin(torch.ones(len(images), device=images.device), padded=False)
-        seen, others = _Pass(len(images)), other_states()
-        with _watched(self.model, seen, self.names, self.keys, self.batch_norms, images.device, totals=totals):
+        seen = _Pass(len(images))
+        with _watched(self.model, seen, self.names, self.keys, self.batch_norms, images.device):
             with self.around:
                 output = self.model(images)
             seen.losses = _losses(output, len(images))
             seen.losses.sum().backward()  # type: ignore[no-untyped-call]
-        for library, before, after in zip(("random", "numpy.random"), others, other_states(), strict=True):
-            if before != after:
-                seen.draws.setdefault("the model", library)
         self.batches.discard()
         seen.losses = seen.losses.detach()
         gradients = [each.grad for each in self.parameters]
@@ -255,7 +252,6 @@ class _Ways:
         functions: bool = False,
     ) -> None:
         kinds: Mapping[str, Any] = {"keyed": keyed, "functions": functions}
-        self._base, self._images, self._count, self._kinds = base, images, count, kinds
         self.alone = _Copy(base, count, **kinds)
         self.first = self.alone.run(images[:count], 0, 0)
         if self.first.draws and keyed and not functions:
@@ -297,13 +293,9 @@ class _Ways:
         name = self._different_gradient()
         if not differs and not name:
             return ""
-        if place := self._different_module():
-            return f"the output of {place} for a sample depends on the other samples"
-        return (
-            f"the gradient of {name} depends on which samples are computed together"
-            if name
-            else ("the output of the model for a sample depends on the other samples")
-        )
+        if differs:
+            return "the output of the model for a sample depends on the other samples"
+        return f"the gradient of {name} depends on which samples are computed together"
 
     def _is_close(self, one: Tensor, other: Tensor, size: Tensor | float, floor: float = 0.0) -> bool:
         limit = TOLERANCE * size + floor
@@ -327,19 +319,6 @@ class _Ways:
             # A gradient that is zero but for rounding is compared with the largest one.
             if not self._is_close(one, other, size, 1e-9 * largest):
                 return name
-        return ""
-
-    def _different_module(self) -> str:
-        """The first module whose output for both batches is not that for each."""
-        seeds = (
-            (self._images, 0, 0),
-            (self._images[: self._count], 0, 0),
-            (self._images[self._count :], self._count, 1),
-        )
-        passes = [_Copy(self._base, self._count, **self._kinds).run(*each, totals=True) for each in seeds]
-        for total, *parts in zip(*(each.totals for each in passes), strict=False):
-            if not _adds_up(total, parts, 1e-3 if self.rounding is not None else TOLERANCE):
-                return str(total[0])
         return ""
 
     def has_state(self) -> bool:
@@ -403,10 +382,10 @@ def _watched(
     batch_norms: Sequence[nn.Module],
     device: torch.device,
     *,
-    totals: bool,
+    totals: bool = False,
 ) -> Iterator[None]:
     """Inside, write to `seen` what a forward pass and its backward pass do."""
-    places = ["the model"]
+    places, others = ["the model"], other_states()
     rows: dict[nn.Module, list[int]] = {module: [] for module in batch_norms}
     masked: dict[nn.Module, list[list[Tensor]]] = {}
 
@@ -458,6 +437,9 @@ def _watched(
     finally:
         for hook in hooks:
             hook.remove()
+    for library, before, after in zip(("random", "numpy.random"), others, other_states(), strict=True):
+        if before != after:
+            seen.draws.setdefault("the model", library)
     seen.rows = list(rows.values())
 
 
@@ -487,12 +469,9 @@ def _evaluate(model: nn.Module, images: Tensor, count: int, batch_norms: Sequenc
     passes, losses = [], []
     for part in (slice(None), slice(count), slice(count, None)):
         seed_generators(0)
-        seen, others = _Pass(len(images[part])), other_states()
+        seen = _Pass(len(images[part]))
         with _watched(model, seen, names, _NO_KEYS, [], images.device, totals=True), torch.no_grad():
             losses.append(_losses(model(images[part]), seen.samples))
-        for library, before, after in zip(("random", "numpy.random"), others, other_states(), strict=True):
-            if before != after:
-                seen.draws.setdefault("the model", library)
         passes.append(seen)
     whole, *halves = passes
     why = "So the results of an evaluation depend on the number of processes. Choose another model or normalisation."

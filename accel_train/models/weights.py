@@ -212,7 +212,13 @@ def load_into(model: nn.Module, weights: Weights, classes: Sequence[str], channe
     is of the same classes, by name, in whatever order; if the file does not name its classes, as many are enough, as
     for published weights. Raises UserError if the file cannot be read, or is of another model.
     """
-    given = read_state(weights.file)
+    return load_state(model, read_state(weights.file), weights, classes, channels)
+
+
+def load_state(
+    model: nn.Module, given: dict[str, Tensor], weights: Weights, classes: Sequence[str], channels: int
+) -> str:
+    """As `load_into`, with the tensors that the file has."""
     target = model.state_dict()
     state = _resized(model, given, target)
     _adapt_channels(model, state, target, channels)
@@ -378,7 +384,7 @@ def read_state(file: Path) -> dict[str, Tensor]:
         if odd is not None:
             raise ValueError(f"{odd} is a tensor without its values, or a sparse one")
     except Exception as error:  # a damaged or hostile file may make its reader raise anything
-        raise UserError(f"--model.weights: {file} cannot be read: {_reason(file, error)}.") from error
+        raise UserError(f"--model.weights: {file} cannot be read: {_reason(error)}.") from error
     if not tensors:
         raise UserError(f"--model.weights: {file} has no weights: it contains {one_line([*state], 80)}.")
     return tensors
@@ -402,17 +408,10 @@ def check_file(file: Path) -> None:
         raise UserError(f"--model.weights: {file} cannot be read: it is damaged, or not what its name says.")
 
 
-def _reason(file: Path, error: Exception) -> str:
+def _reason(error: Exception) -> str:
     text = reason_of(error, 200)
     if "weights_only" in text:
-        found = torch.serialization.get_unsafe_globals_in_checkpoint
-        try:
-            names = ", ".join(found(str(file)))
-        except Exception:
-            names = ""
-        if names:
-            return f"loading it would run code ({one_line(names, 100)}); save its state_dict alone, as safetensors"
-        return "it is not a file of torch.save"
+        return "it has more than tensors, and loading that could run code; save its state_dict alone, as safetensors"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"it is damaged, or not what its name says ({text})"

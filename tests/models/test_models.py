@@ -421,9 +421,10 @@ def hub_model(name: str) -> nn.Module:
 
 @pytest.mark.ci
 def test_published_weights_of_another_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cache_torchvision("vit_b_32", monkeypatch, tmp_path)
-    with pytest.raises(UserError, match="image_size"):
-        make("torchvision/vit_b_32", image_size=64, pretrained=True)
+    state = cache_torchvision("vit_b_32", monkeypatch, tmp_path)
+    made = make("torchvision/vit_b_32", image_size=64, pretrained=True).state_dict()
+    assert made["encoder.pos_embedding"].shape == (1, 5, 768)
+    assert torch.equal(made["conv_proj.weight"], state["conv_proj.weight"])
 
 
 @pytest.mark.slow

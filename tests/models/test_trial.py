@@ -186,11 +186,11 @@ class TestTogether:
             (lambda x: x + 1e-9 * random.random(), "random in the model"),
             (lambda x: x + 1e-9 * np.random.rand(), "numpy.random in the model"),
             (lambda x: F.dropout(x, 0.1) * torch.rand(len(x), 1, 1, 1), "rand in middle (Call)"),
-            (lambda x: x - x.mean(0), "the output of middle (Call)"),
-            (lambda x: x * (1 + 0.01 * x.std(0)), "the output of middle (Call)"),
-            (wrong_order, "the output of middle (Call)"),
+            (lambda x: x - x.mean(0), "the output of the model for a sample"),
+            (lambda x: x * (1 + 0.01 * x.std(0)), "the output of the model for a sample"),
+            (wrong_order, "the output of the model for a sample"),
             (lambda x: torchvision.ops.drop_block2d(x, 0.3, 3), "middle (Call)"),
-            (EvoNorm2dB0(3), "the output of middle (EvoNorm2dB0)"),
+            (EvoNorm2dB0(3), "the output of the model for a sample"),
         ],
     )
     def test_what_draws_for_all_samples_or_couples_them(self, function: Any, told: str) -> None:
@@ -207,7 +207,7 @@ class TestTogether:
         assert tried(Net(middle)) == Verdict()
 
     def test_rows_that_are_not_sample_by_sample(self) -> None:
-        assert "the output of norm (BatchNorm2d)" in tried(TwoViews(5, 3)).together
+        assert "the output of the model" in tried(TwoViews(5, 3)).together
 
     @pytest.mark.parametrize("shared", [False, True])
     def test_parts_that_are_computed_again(self, shared: bool) -> None:

@@ -142,7 +142,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path: Path) -> 
     mark = tmp_path / "ran"
     torch.save({"state_dict": Command(f"touch {mark}")}, tmp_path / "a.pth")
     (tmp_path / "b.pth").write_bytes(pickle.dumps(Command(f"touch {mark}")))
-    with pytest.raises(UserError, match=r"a\.pth cannot be read: loading it would run code \(.*system"):
+    with pytest.raises(UserError, match=r"a\.pth cannot be read: it has more than tensors.* save its state_dict alone"):
         read_state(tmp_path / "a.pth")
     with pytest.raises(UserError, match=r"b\.pth cannot be read"):
         read_state(tmp_path / "b.pth")
