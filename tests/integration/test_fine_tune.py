@@ -81,35 +81,6 @@ def test_a_run_needs_its_file_only_once(tmp_path: Path, file: Path) -> None:
     assert evaluated.returncode == 0, evaluated.stderr
 
 
-@pytest.mark.ci
-def test_a_killed_run_goes_on_bitwise_without_its_file(tmp_path: Path, file: Path) -> None:
-    words = (
-        "digits",
-        "--model.name",
-        "test_resnet",
-        "--model.image-size",
-        32,
-        "--epochs",
-        2,
-        "--data.train-limit",
-        192,
-    )
-    copy = tmp_path / "copy.pth"
-    shutil.copy(file, copy)
-    words = (*words, "--model.weights", copy)
-    whole = helpers.run(*words, "--output-dir", tmp_path / "whole")
-    assert whole.returncode == 0, whole.stderr
-    with helpers.started(tmp_path / "cut", *words, "--checkpoint.every-updates", 1) as training:
-        training.until(lambda: any((tmp_path / "cut").glob("checkpoints/update-*")))
-        training.popen.send_signal(9)
-        training.popen.wait(60)
-    copy.unlink()
-    rest = helpers.run(*words, "--checkpoint.every-updates", 1, "--output-dir", tmp_path / "cut")
-    assert rest.returncode == 0, rest.stderr
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.slow
 def test_a_local_directory_of_timms(tmp_path: Path) -> None:
     """Other processes, evaluation and prediction; after the start the directory is not needed any more."""

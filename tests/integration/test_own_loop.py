@@ -221,17 +221,7 @@ def test_a_run_of_the_trainer_and_one_of_a_loop_of_ones_own_do_not_mix(tmp_path:
 
 
 @pytest.mark.slow
-def test_what_is_gone_in_plain_accelerate(tmp_path: Path) -> None:
-    trained(tmp_path / "1", "--epochs", 2, program=PLAIN)
-    trained(tmp_path / "2", "--epochs", 2, program=PLAIN, processes=2)
+def test_in_plain_accelerate_two_processes_learn_something_else(tmp_path: Path) -> None:
+    trained(tmp_path / "1", "--epochs", 1, program=PLAIN)
+    trained(tmp_path / "2", "--epochs", 1, program=PLAIN, processes=2)
     assert weights(tmp_path / "1") != weights(tmp_path / "2")
-    output = trained(tmp_path / "1", "--epochs", 3, "--seed", 1, program=PLAIN)  # another seed: nobody notices
-    assert output.startswith("epoch 3\n") and len(figures(output)) == 1
-    done = helpers.python(PLAIN, "--output-dir", tmp_path / "3", processes=3)
-    assert done.returncode != 0 and "needs to be a round multiple of the number of processes (3)" in done.stderr
-
-
-@pytest.mark.slow
-def test_the_examples_can_be_taken_in_at_once() -> None:
-    for program in (EXAMPLE, PLAIN):
-        assert program.read_text().count("\n") <= 160

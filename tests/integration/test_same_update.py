@@ -121,21 +121,3 @@ def test_families_of_timm_and_torchvision(tmp_path: Path, name: str) -> None:
 def test_the_loss_and_the_statistics_of_a_deep_net_are_the_same_in_float32(tmp_path: Path) -> None:
     results = computed(tmp_path, [small(DEEP)])
     assert not differences(results, [DEEP], {"loss": 1e-6, "statistics": 1e-4})
-
-
-@pytest.mark.slow
-def test_updates_in_float64_stay_the_same(tmp_path: Path) -> None:
-    """Ten updates, with a short last window of each epoch: in float64 nothing but a mistake could grow.
-
-    Not with a ResNet-18 of 32x32 images: its last BatchNorms see one pixel of each image, and multiply a rounding by a
-    thousand in each update.
-    """
-    common = ["--epochs", "5", "--optim.lr", "0.01"]
-    net = ["--model.name", "test_resnet", "--model.drop-path", "0.2"]
-    groups = [[*small("mnist_cnn"), *common], [*small("cifar10_resnet18"), *common, *net]]
-    results = computed(tmp_path, groups, "float64")
-    for (processes, group, accumulation), updates in results.items():
-        assert len(updates) == 10
-        for alone, here in zip(results[1, group, 1], updates, strict=True):
-            for name in ("loss", "gradient", "statistics"):
-                assert distance(alone[name], here[name]) < 1e-5, (group, processes, accumulation, name)

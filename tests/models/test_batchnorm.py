@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import timm
 import torch
-import torchvision
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
@@ -166,20 +162,6 @@ def test_state_dict_hooks_and_references_stay() -> None:
     assert calls
 
 
-def test_frozen_statistics_stay() -> None:
-    model = net()
-    batches = VirtualBatches(model.train(), VIRTUAL_BATCH)
-    model[1].eval()  # type: ignore[index]
-    before = model[1].running_mean.clone()  # type: ignore[index]
-    batches.begin(torch.ones(8), padded=False)
-    model(torch.randn(8, 3, 9, 9, dtype=torch.float64))
-    batches.sum_processes()
-    batches.end_update()
-    assert torch.equal(model[1].running_mean, before)  # type: ignore[index]
-    assert model[1].num_batches_tracked == 0  # type: ignore[index]
-    assert model[11].num_batches_tracked == 1  # type: ignore[index]
-
-
 def test_evaluation_and_a_pass_outside_of_an_update_are_torchs() -> None:
     plain, model = net(), net()
     VirtualBatches(model, VIRTUAL_BATCH)
@@ -195,26 +177,6 @@ def test_a_model_without_batchnorm() -> None:
     batches.begin(torch.ones(4), padded=True)
     batches.sum_processes()
     batches.end_update()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("padded", [False, True])
-def test_compiled_it_is_the_same(padded: bool) -> None:
-    torch._dynamo.reset()
-    results = []
-    for compiled in (False, True):
-        model = net().train()
-        batches = VirtualBatches(model, VIRTUAL_BATCH)
-        run: Callable[..., Any] = torch.compile(model, backend="aot_eager") if compiled else model
-        for _ in range(2):
-            batches.begin((torch.arange(8) < 6).double() if padded else torch.ones(8), padded=padded)
-            run(torch.randn(8, 3, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))[
-                :6
-            ].sum().backward()
-            batches.sum_processes()
-            batches.end_update()
-        results.append({**{n: p.grad for n, p in model.named_parameters()}, **dict(model.named_buffers())})
-    assert_equal(results[0], results[1])
 
 
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
@@ -240,59 +202,3 @@ def test_bf16_is_normalised_in_float32() -> None:
             outputs.append(normalised.float())
     for output in outputs[1:]:
         torch.testing.assert_close(output, outputs[0], rtol=2e-2, atol=2e-2)
-
-
-def test_exact_statistics_have_no_order() -> None:
-    """Virtual batches that come in another order give the same bits."""
-    values = torch.randn(6, 4, 7, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(-3, 4)
-    results = []
-    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
-        layer = nn.BatchNorm1d(7).train()
-        batches = VirtualBatches(layer, 4, exact=6)
-        for number in order:
-            batches.begin(torch.ones(4), padded=False)
-            layer(values[number])
-        batches.sum_processes()
-        batches.end_update()
-        results.append((layer.running_mean, layer.running_var))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-    assert results[0][0].any()
-
-
-NAMES = ["torchvision/resnet18", "efficientnet_b0", "levit_128s", "regnetx_002", "mobilenetv3_small_100", "densenet121"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_models_of_the_libraries(name: str) -> None:
-    """All their BatchNorms are converted, and an update does not depend on its cut, nor does a short one."""
-    torch.manual_seed(0)
-    library, _, short = name.rpartition("/")
-    made = torchvision.models.get_model(short, num_classes=5) if library else timm.create_model(name, num_classes=5)
-    model = made.double()
-    for module in model.modules():
-        if "drop" in type(module).__name__.lower():
-            module.eval()
-    size = 224 if name == "levit_128s" else 32
-    images = torch.randn(8, 3, size, size, dtype=torch.float64)
-    for real in (8, 5):
-        results = []
-        for cut in (8, 4):
-            own = copy.deepcopy(model)
-            for module in own.modules():
-                if "drop" not in type(module).__name__.lower():
-                    module.training = True
-            batches = VirtualBatches(own, 4)
-            assert not [module for module in own.modules() if virtual_class(type(module))]
-            weights = (torch.arange(8) < real).double()
-            for start in range(0, 8, cut):
-                part = slice(start, start + cut)
-                batches.begin(weights[part], padded=real < 8)
-                (own(images[part]).square().sum(1) * weights[part]).sum().backward()
-            batches.sum_processes()
-            batches.end_update()
-            gradients = [parameter.grad.flatten() for parameter in own.parameters() if parameter.grad is not None]
-            results.append((torch.cat(gradients), torch.cat([b.flatten().double() for b in own.buffers()])))
-        for first, second in zip(*results, strict=True):
-            assert (first - second).norm() <= 1e-9 * first.norm()

@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 
 import pytest
 import timm
@@ -17,7 +16,6 @@ import torchvision
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
@@ -134,15 +132,6 @@ class TestDistribution:
         assert mask is not None and abs(mask.kept - (1 - p)) <= 2.0**-17
         assert (mask.kept * 65536).is_integer()  # as many of 65536 values of 16 bits are kept
         assert mask.kept * mask.scale == (1 if mask.kept else 0)
-
-    def test_all_thresholds_of_sixteen_bits_are_exact(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        keys = DropoutKeys(0, ["one"])
-        keys.set_samples(torch.arange(1), 0)
-        every = torch.arange(65536).to(torch.int16).view(torch.int64).view(1, -1)
-        monkeypatch.setattr("accel_train.models.dropout._words", lambda number, keys, count: every)
-        for p in (0.1, 0.25, 0.5, 0.77):
-            mask = keys.mask(0, (1, 65536), p)
-            assert mask is not None and int(mask.keep.sum()) == mask.kept * 65536
 
 
 class TestValues:
@@ -302,15 +291,6 @@ class TestRecomputation:
         for one, other in zip(*found, strict=True):
             assert one is not None and torch.equal(one, other)
 
-    def test_a_second_backward_pass_too(self) -> None:
-        model = Segments(False).train()
-        keys = convert_dropout(model, 0)
-        keys.set_samples(IDS, 0)
-        x = values((16,)).requires_grad_()
-        loss = model(x).square().sum()
-        first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
-        assert torch.equal(first, second)
-
     def test_in_another_thread(self) -> None:
         gradients = []
         for call in (lambda work: work(), lambda work: ThreadPoolExecutor(1).submit(work).result()):
@@ -360,45 +340,3 @@ class TestFunctions:
         assert not torch.equal(run(slice(None), 1), whole) and torch.equal(torch.get_rng_state(), state)
         model.eval()
         assert torch.equal(run(slice(None)), model(x))
-
-
-class TestCompilation:
-    @pytest.mark.parametrize(
-        "name",
-        [pytest.param(name, marks=() if name == "dropout of odd size" else pytest.mark.slow) for name in LAYERS],
-    )
-    def test_one_graph_for_all_updates(self, name: str) -> None:
-        self.check(*LAYERS[name], "aot_eager")
-
-    @pytest.mark.ci
-    def test_called_twice_in_a_forward_pass(self) -> None:
-        self.check(lambda: Segments(None), (16,), "aot_eager")
-
-    @pytest.mark.ci
-    def test_functions(self) -> None:
-        self.check(Functions, (4, 6, 5), "aot_eager", functions=True)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["dropout", "dropout of odd size", "attention"])
-    def test_inductor(self, name: str) -> None:
-        self.check(*LAYERS[name], "inductor")
-
-    def check(
-        self, create: Callable[[], nn.Module], shape: tuple[int, ...], backend: str, functions: bool = False
-    ) -> None:
-        torch.compiler.reset()
-        model, keys = converted(create())
-        graphs = CompileCounterWithBackend(backend)
-        compiled = torch.compile(model, backend=graphs, fullgraph=True)
-        x = values(shape).requires_grad_()
-
-        def run(function: Callable[[Tensor], Tensor], update: int) -> tuple[Tensor, Tensor]:
-            keys.set_samples(IDS, update)
-            with KeyedFunctions(keys) if functions else nullcontext():
-                found = function(x)
-            return found.detach(), torch.autograd.grad(found.square().sum(), x)[0]
-
-        for update in range(3):
-            for one, other in zip(run(model, update), run(compiled, update), strict=True):
-                torch.testing.assert_close(one, other)
-        assert graphs.frame_count == 1

@@ -43,13 +43,6 @@ def test_a_frozen_body_stays_as_it_is(name: str) -> None:
     assert all(key.startswith(heads) for key in changed), changed
 
 
-def test_dropout_before_a_trained_classifier_still_works() -> None:
-    settings = Model(name="mnist_cnn", freeze_body=True)
-    model = create_model(settings, num_classes=3, channels=1, image_size=28)
-    set_train_mode(model, settings)
-    assert all(module.training for module in model.modules() if isinstance(module, nn.Dropout))
-
-
 def test_nothing_to_train_is_an_error() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 1).requires_grad_(False), nn.Flatten())
     find_classifier(model, 2, 1, 1)
@@ -114,12 +107,6 @@ def test_part_of_a_layer_can_be_frozen() -> None:
 def test_what_cannot_be_frozen_is_told(frozen: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         net(freeze=frozen)
-
-
-def test_a_module_without_weights_is_not_proposed() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
-    with pytest.raises(UserError, match=r"no layer '1'\. Its layers, from the input: 0, 2\."):
-        freeze(model, Model(freeze=("1", "2")))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])

@@ -25,7 +25,6 @@ from accel_train.models import (
     create_model,
     input_size,
     pretrained_normalization,
-    set_train_mode,
 )
 
 OWN = {
@@ -36,63 +35,6 @@ OWN = {
     "resnet9": 32,
     "resnet18_cifar": 32,
     "vit_s16_plain": 32,
-}
-
-TIMM = {  # a family each, and the smallest image that suits it
-    "resnet18": 32,
-    "resnetv2_50d_gn": 32,
-    "test_vit": 160,
-    "vit_tiny_patch16_224": 224,
-    "deit_tiny_distilled_patch16_224": 224,
-    "test_efficientnet": 64,
-    "efficientnet_b0": 64,
-    "mobilenetv3_small_050": 64,
-    "mobilenetv4_conv_small_035": 64,
-    "convnext_atto": 64,
-    "convnextv2_atto": 64,
-    "test_convnext": 64,
-    "test_resnet": 64,
-    "test_byobnet": 64,
-    "test_nfnet": 64,
-    "regnetx_002": 64,
-    "densenet121": 64,
-    "ghostnet_050": 64,
-    "lcnet_035": 64,
-    "levit_128s": 224,
-    "mixer_s32_224": 224,
-    "poolformer_s12": 64,
-    "edgenext_xx_small": 64,
-    "fastvit_t8": 64,
-    "efficientvit_b0": 64,
-    "mobilevit_xxs": 64,
-    "pit_ti_224": 224,
-    "xcit_nano_12_p16_224": 64,
-    "hardcorenas_a": 64,
-    "dla34": 64,
-    "repvgg_a0": 64,
-    "swin_tiny_patch4_window7_224": 224,
-    "tiny_vit_5m_224": 224,
-    "coat_tiny": 224,
-    "hgnetv2_b0": 64,
-    "starnet_s050": 64,
-}
-
-TORCHVISION = {
-    "alexnet": 64,
-    "densenet121": 32,
-    "efficientnet_b0": 32,
-    "googlenet": 64,
-    "inception_v3": 80,
-    "mnasnet0_5": 32,
-    "mobilenet_v2": 32,
-    "mobilenet_v3_small": 32,
-    "regnet_x_400mf": 32,
-    "resnet18": 32,
-    "shufflenet_v2_x0_5": 32,
-    "squeezenet1_1": 64,
-    "swin_t": 32,
-    "swin_v2_t": 32,
-    "vit_b_32": 64,
 }
 
 
@@ -119,20 +61,6 @@ def test_own_nets(name: str, channels: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TIMM)
-def test_timm_families(name: str) -> None:
-    channels = 1 if len(name) % 2 else 3
-    check_builds(name, channels, TIMM[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TORCHVISION)
-def test_torchvision_families(name: str) -> None:
-    channels = 1 if len(name) % 2 else 3
-    check_builds(f"torchvision/{name}", channels, TORCHVISION[name])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(torchvision.models.list_models(module=torchvision.models)))
 def test_every_torchvision_model(name: str) -> None:
     if any(big in name for big in ("_h_14", "_128gf", "_l_16", "_l_32")):
@@ -152,8 +80,7 @@ def test_every_twentieth_timm_model_builds(start: int) -> None:
         size = input_size(settings, 128)
         if size > 288:
             continue
-        model = create_model(settings, num_classes=7, channels=3, image_size=size)
-        assert model.eval()(torch.zeros(1, 3, size, size)).shape == (1, 7), name
+        check_builds(name, 1 if len(name) % 2 else 3, size)
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -199,14 +126,6 @@ def test_resnet18_cifar_keeps_the_resolution() -> None:
     assert seen == [4]
 
 
-def test_digits_cnn_depends_on_nothing_but_the_sample() -> None:
-    model = make("digits_cnn", channels=1, image_size=8)
-    assert not list(model.buffers())
-    images = torch.randn(6, 1, 8, 8)
-    model.train()
-    torch.testing.assert_close(model(images), torch.cat([model(images[:2]), model(images[2:])]))
-
-
 def test_weights_follow_from_the_seed() -> None:
     first, second, third = (
         (torch.manual_seed(seed), make("torchvision/resnet18", channels=1, image_size=32).state_dict())[1]
@@ -232,11 +151,6 @@ def test_an_unknown_name_gets_the_five_nearest(name: str, expected: list[str]) -
     assert "\n" not in message
     assert all(f"'{item}'" in message for item in expected)
     assert message.partition("Did you mean")[2].partition("?")[0].count("'") == 10
-
-
-def test_torchvisions_names_have_their_prefix() -> None:
-    with pytest.raises(UserError, match=r"Did you mean 'torchvision/alexnet'\?"):
-        make("alexnet")
 
 
 @pytest.mark.parametrize(
@@ -281,19 +195,6 @@ def test_dropout_and_drop_path_reach_the_model() -> None:
 def test_arguments_that_torchvisions_functions_take_themselves() -> None:
     model = make("torchvision/mobilenet_v3_small", image_size=64, kwargs='{"width_mult": 0.5, "dropout": 0.3}')
     assert model.get_submodule("classifier.2").p == 0.3
-
-
-def test_gradient_checkpointing_computes_the_same() -> None:
-    images = torch.randn(2, 3, 32, 32)
-    gradients = []
-    for on in (False, True):
-        torch.manual_seed(0)
-        model = make("vit_s16_plain", image_size=32, gradient_checkpointing=on)
-        nn.init.ones_(model.get_submodule("head").weight)  # type: ignore[arg-type]
-        assert model.grad_checkpointing is on
-        model(images).square().sum().backward()
-        gradients.append(model.get_submodule("blocks.0.attn.qkv").weight.grad)
-    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize(
@@ -473,12 +374,3 @@ def test_classifier_names_are_the_layers_that_depend_on_the_number_of_classes(na
     )
     changing = {key.rpartition(".")[0] for key in few if few[key] != more[key]}
     assert set(classifier_names(make(name, image_size=size))) == changing
-
-
-def test_without_freezing_everything_moves() -> None:
-    settings = Model(name="torchvision/resnet18")
-    model = create_model(settings, num_classes=3, channels=3, image_size=32)
-    set_train_mode(model, settings)
-    model(torch.randn(4, 3, 32, 32))
-    assert model.bn1.num_batches_tracked == 1
-    assert all(parameter.requires_grad for parameter in model.parameters())

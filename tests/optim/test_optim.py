@@ -11,7 +11,6 @@ import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timm.loss import BinaryCrossEntropy
 from timm.optim import list_optimizers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -225,17 +224,6 @@ def test_the_rate_is_a_function_of_the_update(schedule: Schedule, epochs: int, u
     assert all(0 <= rate <= 0.1 + 1e-12 for rate in rates)
 
 
-@settings(max_examples=100, deadline=None)
-@given(schedule=SCHEDULES, updates=st.integers(1, 9))
-def test_the_warm_up_is_a_straight_line(schedule: Schedule, updates: int) -> None:
-    warmup = round(schedule.warmup_epochs * updates)
-    rates = rates_of(schedule, 4, updates, list(range(warmup + 1)))
-    for update in range(warmup):
-        assert rates[update] == pytest.approx(schedule.warmup_lr + (0.1 - schedule.warmup_lr) * update / warmup)
-    if schedule.name in ("constant", "cosine", "poly", "plateau"):
-        assert rates[warmup] == pytest.approx(0.1)
-
-
 def test_the_first_rate_is_set_at_once() -> None:
     optimizer = one_weight()
     LearningRate(Schedule(warmup_epochs=1, warmup_lr=0.03), optimizer, updates=10, updates_per_epoch=5)
@@ -243,32 +231,16 @@ def test_the_first_rate_is_set_at_once() -> None:
 
 
 @pytest.mark.parametrize("updates", [1, 2, 7])
-def test_steps_fall_on_the_first_update_of_an_epoch(updates: int) -> None:
-    every = list(range(8 * updates))
-    expected = [0.1 * 0.5 ** (update // updates // 2) for update in every]
-    step = Schedule(name="step", step_epochs=2, decay=0.5)
-    assert rates_of(step, 8, updates, every) == pytest.approx(expected)
-
-    expected = [0.1 * 0.2 ** sum(update // updates >= epoch for epoch in (3, 5)) for update in every]
-    multistep = Schedule(name="multistep", milestones=(3, 5), decay=0.2)
-    assert rates_of(multistep, 8, updates, every) == pytest.approx(expected)
-
-    # The same as torch's, stepped once an epoch.
-    optimizer = one_weight()
+def test_milestones_fall_on_the_first_update_of_an_epoch(updates: int) -> None:
+    """As torch's, stepped once an epoch."""
+    optimizer, expected = one_weight(), []
     torchs = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5], gamma=0.2)
-    for epoch in range(8):
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected[epoch * updates])
+    for _ in range(8):
+        expected += [optimizer.param_groups[0]["lr"]] * updates
         optimizer.step()
         torchs.step()
-
-
-def test_cosine_and_poly_by_hand() -> None:
-    every = list(range(20))
-    cosine = rates_of(Schedule(name="cosine", warmup_epochs=1, min_lr=0.02), 5, 4, every)
-    for update in range(4, 20):
-        assert cosine[update] == pytest.approx(0.02 + 0.08 * (1 + math.cos(math.pi * (update - 4) / 16)) / 2)
-    poly = rates_of(Schedule(name="poly", min_lr=0.02, power=2), 5, 4, every)
-    assert poly == pytest.approx([0.02 + 0.08 * (1 - update / 20) ** 2 for update in every])
+    multistep = Schedule(name="multistep", milestones=(3, 5), decay=0.2)
+    assert rates_of(multistep, 8, updates, list(range(8 * updates))) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["cosine", "poly"])
@@ -278,28 +250,6 @@ def test_a_run_of_one_update_or_of_warm_up_alone(name: str, caplog: pytest.LogCa
     warm = Schedule(name=name, warmup_epochs=2)  # type: ignore[arg-type]
     assert rates_of(warm, 2, 2, [0, 1, 2, 3]) == pytest.approx([0, 0.025, 0.05, 0.075])
     assert not caplog.records
-
-
-def test_plateau_decays_as_torchs_does_and_resumes_exactly() -> None:
-    accuracies = [0.1, 0.2, 0.2, 0.15, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.4]
-    schedule = Schedule(name="plateau", decay=0.1, patience_epochs=2, min_lr=0.0005)
-    reference = one_weight()
-    torchs = torch.optim.lr_scheduler.ReduceLROnPlateau(
-        reference, mode="max", factor=0.1, patience=2, threshold=0, min_lr=0.0005, eps=0
-    )
-    optimizer = one_weight()
-    made = LearningRate(schedule, optimizer, updates=60, updates_per_epoch=3)
-    for epoch, accuracy in enumerate(accuracies):
-        for update in range(3 * epoch, 3 * epoch + 3):
-            made.step_update(update)
-            assert optimizer.param_groups[0]["lr"] == pytest.approx(reference.param_groups[0]["lr"])
-        made.step(epoch + 1, accuracy)
-        torchs.step(accuracy)
-        state = made.state_dict()
-        optimizer = one_weight()
-        made = LearningRate(schedule, optimizer, updates=60, updates_per_epoch=3)
-        made.load_state_dict(state)
-    assert made.plateau.decays == 3
 
 
 def test_the_first_update_after_an_evaluation_has_the_rate_that_follows_from_it() -> None:
@@ -338,18 +288,6 @@ def test_the_patience_of_plateau_counts_epochs_however_often_it_is_evaluated() -
 # The mean of the weights
 
 
-def test_ema_by_hand() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    ema = create_ema(Ema(enabled=True, decay=0.9), model)
-    assert not ema.module.training
-    mean = None
-    for update, weight in enumerate([1.0, 5.0, -3.0, 2.0], start=1):
-        model.weight.data.fill_(weight)
-        ema.update(model, step=update)
-        mean = weight if mean is None or update == 1 else 0.9 * mean + 0.1 * weight
-        assert ema.module.weight.item() == pytest.approx(mean)
-
-
 def test_after_the_first_update_the_ema_is_the_model_and_counters_are_always_copied() -> None:
     model = nn.BatchNorm1d(1)
     ema = create_ema(Ema(enabled=True, decay=0.9), model)
@@ -374,12 +312,6 @@ def with_gradients() -> nn.Sequential:
     model = small_net()
     model(torch.randn(4, 1, 8, 8)).square().sum().mul(100).backward()
     return model
-
-
-def test_no_clipping_leaves_gradients_alone() -> None:
-    model, untouched = with_gradients(), with_gradients()
-    clip_gradients(Optim(), parameters_to_clip(Optim(), model))
-    assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(untouched), strict=True))
 
 
 def test_clipping_by_norm_keeps_the_direction() -> None:
@@ -427,38 +359,10 @@ def log_softmax_by_hand(row: list[float]) -> list[float]:
     return [value - total for value in row]
 
 
-def test_cross_entropy_of_each_sample() -> None:
-    losses = create_loss(Loss(), None)(LOGITS, torch.tensor([0, 2]))
-    first, second = (log_softmax_by_hand(row) for row in LOGITS.tolist())
-    assert losses.dtype == torch.float32
-    assert losses.tolist() == pytest.approx([-first[0], -second[2]])
-
-
 def test_label_smoothing_by_hand() -> None:
     losses = create_loss(Loss(label_smoothing=0.3), None)(LOGITS, torch.tensor([0, 2]))
     first, second = (log_softmax_by_hand(row) for row in LOGITS.tolist())
     assert losses.tolist() == pytest.approx([-0.7 * first[0] - 0.1 * sum(first), -0.7 * second[2] - 0.1 * sum(second)])
-
-
-def test_binary_cross_entropy_by_hand_and_as_timm_has_it() -> None:
-    """One class against all others: the mean of -log sigmoid(+-logit), the target smoothed as timm smooths it."""
-    target = torch.tensor([0, 2])
-    losses = create_loss(Loss(name="binary_cross_entropy"), None)(LOGITS, target)
-    signs = torch.nn.functional.one_hot(target, LOGITS.shape[1]) * 2 - 1
-    torch.testing.assert_close(losses, -(LOGITS * signs).sigmoid().log().mean(1))
-    smoothed = create_loss(Loss(name="binary_cross_entropy", label_smoothing=0.3), None)
-    theirs = BinaryCrossEntropy(smoothing=0.3, reduction="none")(LOGITS, target).mean(1)
-    torch.testing.assert_close(smoothed(LOGITS, target), theirs)
-    mixed = torch.nn.functional.one_hot(target, LOGITS.shape[1]).float()
-    torch.testing.assert_close(smoothed(LOGITS, mixed), theirs)
-
-
-def test_the_targets_of_several_labels_are_smoothed_as_timm_smooths_mixed_ones() -> None:
-    """timm's loss takes rows of targets as they are; its mixup has smoothed them before."""
-    rows, smoothing = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]), 0.3
-    theirs = BinaryCrossEntropy(reduction="none")(LOGITS, rows * (1 - smoothing) + smoothing / 3).mean(1)
-    ours = create_loss(Loss(name="binary_cross_entropy", label_smoothing=smoothing), None)(LOGITS, rows)
-    torch.testing.assert_close(ours, theirs)
 
 
 def test_class_weights_multiply_each_sample() -> None:
@@ -483,14 +387,6 @@ def test_mixed_targets_by_hand() -> None:
     first, second = (log_softmax_by_hand(row) for row in LOGITS.tolist())
     expected = [-(0.75 * first[0] + 0.25 * first[1]) * 0.625, -(0.5 * second[1] + 0.5 * second[2]) * 2.0]
     assert losses.tolist() == pytest.approx(expected)
-
-
-def test_weighted_mixed_targets_of_a_model_in_float64() -> None:
-    loss = create_loss(Loss(), torch.tensor([0.5, 1.0, 3.0]))
-    target = torch.tensor([[0.75, 0.25, 0.0], [0.0, 0.5, 0.5]])
-    in_float64 = loss(LOGITS.double(), target)
-    assert in_float64.dtype == torch.float64
-    torch.testing.assert_close(in_float64.float(), loss(LOGITS, target))
 
 
 def test_the_loss_is_taken_in_float32() -> None:

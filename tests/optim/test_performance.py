@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import helpers
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import TorchDynamoPlugin
-from safetensors.torch import load_file
 from torch import nn
 
 from accel_train import models
 from accel_train.config.schema import Model
 from accel_train.keyed import key
-from accel_train.models.nets import Flatten
 from accel_train.optim.bitwise import seed_pass
 from accel_train.optim.performance import prepare_compilation, unwrap_optimizer, use_fastest_memory_format
 
@@ -78,13 +73,6 @@ def test_the_memory_format_changes_no_result(name: str, size: int) -> None:
     torch.testing.assert_close(plain(images), last(images.contiguous(memory_format=torch.channels_last)))
 
 
-def test_flatten_copies_nothing_of_channels_last_images() -> None:
-    images = torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    rows = Flatten()(images)
-    assert rows.data_ptr() == images.data_ptr()
-    assert rows.tolist() == images.permute(0, 2, 3, 1).reshape(2, -1).tolist()
-
-
 def test_seeds_give_the_masks_that_torch_gives() -> None:
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(key(0, "dropout", 5, 0, 1))
@@ -100,23 +88,3 @@ def test_accelerates_optimizer_steps_only_where_a_scaler_needs_it() -> None:
     assert unwrap_optimizer(AcceleratedOptimizer(inner)) is inner
     scaled = AcceleratedOptimizer(inner, scaler=torch.amp.GradScaler("cpu"))
     assert unwrap_optimizer(scaled) is scaled
-
-
-@pytest.mark.slow
-def test_compiled_by_the_launchers_settings(tmp_path: Path) -> None:
-    """The same losses, checkpoints under plain names; and the run goes on without the compiler."""
-    words = ["digits", "--epochs", 2, "--log-every-updates", 10, "--ema.enabled", "true"]
-    compiled: dict[str, Any] = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}  # as accelerate launch --dynamo_backend does
-    plain, other = tmp_path / "plain", tmp_path / "compiled"
-    assert helpers.run(*words, "--output-dir", plain).returncode == 0
-    done = helpers.run(*words, "--output-dir", other, **compiled)
-    assert done.returncode == 0, done.stderr
-    losses = [
-        [line["loss"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
-        for run in (plain, other)
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) > 6
-    assert load_file(plain / "model.safetensors").keys() == load_file(other / "model.safetensors").keys()
-    (other / "result.json").unlink()
-    more = helpers.run(*words, "--epochs", 3, "--allow-change", "epochs", "schedule", "--output-dir", other)
-    assert more.returncode == 0 and "continuing after update 60" in more.stdout, more.stderr
