@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("accel_train", "tests", "accelerate_configs", "pyproject.toml")
+COPIED = ("accel_train", "tests", "docs", "accelerate_configs", "pyproject.toml")
 LIMIT_SECONDS = 600
 
 
@@ -303,7 +303,7 @@ MUTANTS = [
     Mutant("optim/loss.py", "reduction=\"none\", label_smoothing=loss.label_smoothing)", "reduction=\"none\")",
            "optim/test_optim.py", "cross entropy smooths the labels"),
     Mutant("optim/loss.py", "probabilities * (1 - smoothing) + smoothing / classes", "probabilities * (1 - smoothing) + smoothing / 2",
-           "optim/test_loss_options.py", "binary cross entropy smooths as timm does"),
+           "optim/test_loss.py", "binary cross entropy smooths as timm does"),
     Mutant("optim/loss.py", "target.to(losses) @ weights if mixed else weights[target]", "weights[target.argmax(1)] if mixed else weights[target]",
            "optim/test_optim.py", "mixed targets have the mean of their classes' weights"),
     Mutant("optim/optimizer.py", "filter_bias_and_bn=not optim.decay_all", "filter_bias_and_bn=False",
@@ -329,7 +329,7 @@ MUTANTS = [
     Mutant("models/batchnorm_kernels.py", "alpha=(count - 1) / count)", "alpha=1.0)",
            "models/test_batchnorm_normalise.py", "on a GPU values are normalised by the biased variance"),
     Mutant(VIRTUAL, "self._momentum * (counts > 0)", "self._momentum",
-           "models/test_batchnorm_calls.py", "a BatchNorm that is not called keeps its statistics"),
+           "models/test_batchnorm.py", "a BatchNorm that is not called keeps its statistics"),
     Mutant(VIRTUAL, "        self._forget_calls()\n        self._sums.zero_()", "        self._forget_calls()",
            "models/test_batchnorm.py", "a skipped update does not count in the running statistics"),
     Mutant(KEYS, "hashed(key(self.seed, \"dropout\", update), ids)", "hashed(key(self.seed, \"dropout\"), ids)",

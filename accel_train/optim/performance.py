@@ -157,7 +157,7 @@ def use_padding_aware_convolutions(model: nn.Module) -> None:
     """Make the plain convolutions of `model` padding-aware in place; weights and their names do not change.
 
     It assigns `__class__`, so that other references to a module, hooks and parameters stay valid. That works because
-    PaddingAwareConv2d only overrides `forward` (see tests/optim/test_padding.py).
+    PaddingAwareConv2d only overrides `forward` (see tests/optim/test_performance.py).
     """
     for module in model.modules():
         plain = type(module) is nn.Conv2d and isinstance(module.padding, tuple) and module.padding_mode == "zeros"

@@ -207,15 +207,6 @@ def test_the_head_has_a_learning_rate_of_its_own() -> None:
     assert len(decays) == len(names) and decays["fc.weight"] == 0.1 and decays["fc.bias"] == decays["bn1.weight"] == 0
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "lamb"])
-def test_each_kind_of_optimizer_takes_a_rate_for_the_head(name: str) -> None:
-    settings = Model(name="test_resnet")
-    model = net()
-    optimizer = create_optimizer(Optim(name=name, lr=0.1, head_lr=0.0, weight_decay=0.1, layer_decay=0.9), model)
-    LearningRate(Schedule(), optimizer, updates=10, updates_per_epoch=10)
-    assert step(model, optimizer, settings) == set(LAYERS[:-1])
-
-
 def test_settings_that_contradict_each_other_are_told(tmp_path: Path) -> None:
     words = ("digits", "--model.freeze-epochs", 1)
     done = helpers.run(*words, "--optim.lr", 0, "--optim.head-lr", 1, "--output-dir", tmp_path / "run")

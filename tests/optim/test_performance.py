@@ -1,7 +1,8 @@
-"""What is done for speed changes no figure; and torch.compile, by the launcher's settings, changes nothing either."""
+"""What is done for speed changes no result; and what to do if the memory of a device is too small."""
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,26 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import TorchDynamoPlugin
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 from torch import nn
 
 from accel_train import models
 from accel_train.config.schema import Model
+from accel_train.data.order.plan import Plan
+from accel_train.errors import UserError
 from accel_train.keyed import key
 from accel_train.optim.bitwise import seed_pass
-from accel_train.optim.performance import prepare_compilation, unwrap_optimizer, use_fastest_memory_format
+from accel_train.optim.performance import (
+    PaddingAwareConv2d,
+    evaluation_advice,
+    memory_advice,
+    prepare_compilation,
+    training_advice,
+    unwrap_optimizer,
+    use_fastest_memory_format,
+    use_padding_aware_convolutions,
+)
 
 
 def make(name: str, size: int) -> nn.Module:
@@ -88,3 +102,58 @@ def test_accelerates_optimizer_steps_only_where_a_scaler_needs_it() -> None:
     assert unwrap_optimizer(AcceleratedOptimizer(inner)) is inner
     scaled = AcceleratedOptimizer(inner, scaler=torch.amp.GradScaler("cpu"))
     assert unwrap_optimizer(scaled) is scaled
+
+
+SIDES = st.tuples(st.integers(1, 6), st.integers(1, 6))
+
+
+def outcome(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
+    """What comes out, and all gradients."""
+    images = images.clone().requires_grad_()
+    found = model(images)
+    (found * torch.arange(found.numel(), dtype=torch.float64).view(found.shape)).sum().backward()
+    gradients = [parameter.grad for parameter in (*model.parameters(), images)]
+    return [found.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+
+@example((1, 1), (1, 1), (3, 3), (1, 1), 1, False)  # no tap sees any pixel
+@given(SIDES, SIDES, st.tuples(st.integers(1, 3), st.integers(1, 3)), SIDES, st.sampled_from([1, 2]), st.booleans())
+def test_it_is_the_same_function(
+    sides: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    groups: int,
+    bias: bool,
+) -> None:
+    assume(all(side + 2 * pad >= size for side, pad, size in zip(sides, padding, kernel, strict=True)))
+    torch.manual_seed(0)
+    plain = nn.Conv2d(2, 4, kernel, stride, padding, groups=groups, bias=bias).double()
+    aware = copy.deepcopy(plain)
+    use_padding_aware_convolutions(aware)
+    assert type(aware) is PaddingAwareConv2d
+    images = torch.randn(3, 2, *sides, dtype=torch.float64)
+    for one, other in zip(outcome(plain, images), outcome(aware, images), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [nn.Conv2d(2, 2, 3, padding="same"), nn.Conv2d(2, 2, 3, padding_mode="reflect"), nn.Conv2d(2, 2, 3, dilation=2)],
+)
+def test_others_stay_as_they_are(other: nn.Conv2d) -> None:
+    use_padding_aware_convolutions(other)
+    assert type(other) is nn.Conv2d
+
+
+def test_advice_names_a_number_that_is_possible() -> None:
+    plan = Plan(1000, 96, 2, 2, virtual_batch=8)  # of 48 samples of a process 24 at once; possible: 8, 16, 24, 48
+    assert "with 24 images of a process at once: give --micro-batch-size 8," in training_advice(plan)
+    smallest = Plan(1000, 96, 2, 6, virtual_batch=8)
+    assert "which cannot be fewer: use --model.gradient-checkpointing true" in training_advice(smallest)
+    assert evaluation_advice(256).endswith("give --eval-batch-size 128")
+    assert "gradient-checkpointing" in evaluation_advice(1)
+    with pytest.raises(UserError, match=r"^out of memory in training, .*\.$"), memory_advice(training_advice(plan)):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with pytest.raises(RuntimeError, match="shapes"), memory_advice("never"):
+        raise RuntimeError("shapes do not fit")
