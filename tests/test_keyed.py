@@ -154,11 +154,6 @@ class TestPermuted:
     def test_is_uniform_over_many_epochs(self, size: int, epochs: int) -> None:
         assert min(p_values_over_epochs(size, epochs)) > CHANCE
 
-    @pytest.mark.parametrize("size", [6, 31, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 12))])
-    def test_too_few_rounds_would_be_noticed(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(keyed, "_rounds", lambda size: 4)
-        assert min(p_values_over_epochs(size, 2000)) < CHANCE
-
     @pytest.mark.parametrize("size", [97, 256, 1438, 60_000, 1_281_167])
     def test_neighbours_are_independent_in_one_epoch(self, size: int) -> None:
         for seed in range(10 if size < 10_000 else 1):

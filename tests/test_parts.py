@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 
@@ -149,10 +148,3 @@ def test_an_accelerator_that_does_not_divide_batches_is_refused() -> None:
     sampler = parts.EvaluationSampler(10, 4)
     with pytest.raises(parts.UserError, match=r"whole batches in turn.* parts\.connect\(\)"):
         parts.create_loader(accelerator, TensorDataset(), sampler)
-
-
-def test_the_door_has_what_it_names_and_no_message_of_it_speaks_of_recipes() -> None:
-    assert all(hasattr(parts, name) for name in parts.__all__)
-    nodes = ast.walk(ast.parse(Path(parts.__file__).read_text()))
-    texts = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
-    assert not [text for text in texts if "recipe" in text and "EXPERIMENTAL" not in text]

@@ -238,12 +238,6 @@ def _create_users(model: Model, reference: Reference, num_classes: int, channels
     made = call("model.name", reference, load("model.name", reference), given, json.loads(model.kwargs or "{}"))
     if not isinstance(made, nn.Module):
         raise UserError(f"{where}: returned a value of type {type(made).__name__}; expected a torch.nn.Module.")
-    for name, module in made.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UserError(
-                f"{where}: {name or 'the model'} is compiled by torch.jit, so its layers cannot be seen or replaced. "
-                "Return the model as it was before; `accelerate launch --dynamo_backend inductor` compiles it."
-            )
     made.eval()
     with showing_user_lines("model.name", reference), torch.no_grad():
         logits = logits_of(made, torch.zeros(1, channels, image_size, image_size))

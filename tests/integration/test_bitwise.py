@@ -102,21 +102,3 @@ def test_in_bf16_too(tmp_path: Path) -> None:
     for processes in (1, 2):
         trained(tmp_path / str(processes), words, processes, ACCELERATE_MIXED_PRECISION="bf16")
     assert_same(tmp_path / "1", tmp_path / "2")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            "--model.name torchvision/swin_t --model.image-size 64 --model.gradient-checkpointing true",
-            "does not support",
-        ),
-        ("--virtual-batch-size 7", "expected a divisor of the batch size 48, such as 6 or 8, found '7'"),
-        ("--virtual-batch-size 8 --micro-batch-size 4", "choose 8 or more"),
-    ],
-)
-def test_what_is_not_possible_is_one_line(options: str, message: str, tmp_path: Path) -> None:
-    done = helpers.run("digits", *options.split(), "--bitwise", "true", "--output-dir", tmp_path / "run")
-    assert done.returncode == 2
-    assert message in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr

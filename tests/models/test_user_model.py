@@ -40,12 +40,6 @@ class Net(nn.Sequential):
 def no_module(num_classes):
     return 3
 
-def scripted(num_classes):
-    return torch.jit.script(Net(num_classes))
-
-def part_scripted(num_classes):
-    return nn.Sequential(nn.Identity(), scripted(num_classes))
-
 def two_outputs(num_classes):
     class Two(Net):
         def forward(self, x):
@@ -97,8 +91,6 @@ def test_it_is_called_with_what_its_signature_takes(tmp_path: Path) -> None:
     ("name", "settings", "message"),
     [
         ("no_module", {}, "returned a value of type int; expected a torch.nn.Module"),
-        ("part_scripted", {}, ": 1 is compiled by torch.jit"),
-        ("scripted", {}, "the model is compiled by torch.jit"),
         (
             "two_outputs",
             {},
