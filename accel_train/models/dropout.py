@@ -98,11 +98,6 @@ class DropoutKeys:
         self._table.copy_(table, non_blocking=True)
         self._together.compute(self._table)
 
-    def clear(self) -> None:
-        """Forget the samples: until the next `set_samples` the layers draw from torch's generators."""
-        self._table = None
-        self._together.clear()
-
     def rate(self, p: float) -> float:
         """The drop rate to use in place of `p`: `p`, unless a model is checked."""
         return p if self.rate_of_check is None or not 0 < p < 1 else self.rate_of_check
@@ -217,10 +212,6 @@ class PlannedMasks:
         self._planned: tuple[list[Call], torch.device | None] = [], None
         self._masks: dict[Call, Tensor] = {}
 
-    def clear(self) -> None:
-        """Forget the masks, and which were asked for."""
-        self._asked, self._masks, self._room = {}, {}, LIMIT
-
     def mask(self, call: Call, samples: int) -> Tensor | None:
         """What the layer keeps, bool [samples, call.size]; None if it must compute that itself."""
         if call not in self._asked and self._room >= samples * call.size:
@@ -237,7 +228,7 @@ class PlannedMasks:
         if (calls, device) != self._planned:
             self._planned = calls, device
             self._plan(len(keys), calls, device)
-        self.clear()
+        self._asked, self._masks, self._room = {}, {}, LIMIT
         repeated = [hashed(call.number, keys[call.row]) for call in calls if call.number]
         return torch.cat([keys, torch.stack(repeated)]) if repeated else keys
 

@@ -218,7 +218,7 @@ class TestConversion:
         create, shape = LAYERS[name]
         x, plain = values(shape), create().train()
         model, keys = converted(create())
-        for forget in (lambda: None, keys.clear, lambda: keys.set_samples(IDS[:5], 0)):  # 12 is no multiple of 5
+        for forget in (lambda: None, lambda: keys.set_samples(IDS[:5], 0)):  # 12 is no multiple of 5
             forget()
             torch.manual_seed(3)
             found = model(x)
