@@ -6,7 +6,6 @@ parsers read the rest.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import shlex
@@ -27,6 +26,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 from accel_train.cli.dispatch import COMMANDS
 from accel_train.cli.doctor import Doctor
+from accel_train.cli.help import command_class
 from accel_train.cli.recipes import Bench, FindLr, Preview
 from accel_train.cli.submit import Submit, divide
 from accel_train.config.option_types import option_types
@@ -162,22 +162,19 @@ def check_accel_train(rest: list[str]) -> None:
         parse(words, checks_code=False)
     elif command == "submit":
         ours, _ = divide(words)
-        options, given = parse_command(Submit, ours, "accel-train submit", positional=("recipe",), others=("",))
+        options, given = parse_command(Submit, ours)
         assert elements_of(options.recipe, given, options.seeds, options.over), rest
     elif command in OF_RECIPE:
-        parse_command_of_recipe(OF_RECIPE[command], words, f"accel-train {command}")
+        parse_command_of_recipe(OF_RECIPE[command], words)
     else:  # those of the README run, below
         assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options_of(command), rest
 
 
 def options_of(command: str) -> set[str]:
-    """The options of a command, which are the fields of its class; evaluate takes those of data and model, too."""
-    if command in ("recipes", "completion"):
-        return set()
-    name = "".join(part.capitalize() for part in command.split("-"))
-    fields = option_types(getattr(importlib.import_module(f"accel_train.cli.{COMMANDS[command][0]}"), name), without=())
-    more = [key for key in option_types() if key.startswith(("data.", "model.")) and command == "evaluate"]
-    return {f"--{key}" for key in (*fields, *more, *(["output"] if command == "evaluate" else []))}
+    """The options of a command: those of its class, and the options of train that it takes, too."""
+    cls = command_class(command)
+    more = [key for key in option_types() if key.startswith(cls.TRAIN_OPTIONS)]
+    return {f"--{key}" for key in (*option_types(cls), *more)}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from accel_train.config.declaration import Word
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.errors import UserError, counted, print_line
 from accel_train.files import open_to_write
@@ -41,14 +40,14 @@ class AfterJob(CommandOptions):
     training has left its own exit code, the file REQUEUE and the nodes that it has reached.
     """
 
-    code: Annotated[Positional[int], arg(metavar="CODE")]
+    code: Annotated[int, Word("CODE")]
     """The exit code of the program that the job script has started."""
 
 
 def after_job(arguments: Sequence[str]) -> int:
     """Run `accel-train after-job`; return the exit code."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    options, _ = parse_command(AfterJob, arguments[:end], "accel-train after-job", positional=("code",))
+    options, _ = parse_command(AfterJob, arguments[:end])
     start = start_folder()
     if start is None:
         raise UserError("accel-train after-job: ACCEL_TRAIN_START is not set; the job scripts set it.")

@@ -8,10 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
-
 from accel_train.cli.common import below_one, importing
-from accel_train.config.declaration import bytes_of
+from accel_train.config.declaration import Word, bytes_of
 from accel_train.config.option_types import out_of_bounds
 from accel_train.config.options import CommandOptions, parse_command, parse_settings
 from accel_train.config.recipe import recipe_names
@@ -23,7 +21,7 @@ from accel_train.user_code.reference import resolve
 
 @dataclass(frozen=True, kw_only=True)
 class _Data(CommandOptions):
-    name: Annotated[Positional[str], arg(metavar="NAME")]
+    name: Annotated[str, Word("NAME")]
     """Name of the data: folder, csv, or another one as in --data.name."""
     root: Path = Path("data")
     """Folder, file or URL of the data, as in --data.root."""
@@ -64,7 +62,9 @@ class CheckData(_Images):
     The options of train are taken, too: `check-data RECIPE --data.root DIR` looks at the data that train would use.
     """
 
-    name: Annotated[Positional[str], arg(metavar="[NAME|RECIPE]")] = ""
+    TRAIN_OPTIONS = ("",)
+
+    name: Annotated[str, Word("[NAME|RECIPE]")] = ""
     """Name of the data: folder, csv, or another one as in --data.name; or a recipe, whose data is meant."""
     output: Path | None = None
     """List of unreadable images, a path a line; default: unreadable-NAME.txt, NAME of the data's folder or file."""
@@ -83,7 +83,7 @@ class Shards(_Images):
     class make bad batches for a reader that has only a few shards at a time. OUTPUT is complete or absent.
     """
 
-    output: Annotated[Positional[Path], arg(metavar="OUTPUT")]
+    output: Annotated[Path, Word("OUTPUT")]
     """The folder to write: a new or an empty one."""
     shard_size: str = "256MB"
     """Largest size of a shard, such as 64MB or 1GB."""
@@ -125,7 +125,7 @@ def _wrong_range(values: tuple[float, float] | None) -> list[str]:
 
 def check_data(arguments: Sequence[str]) -> int:
     """Run `accel-train check-data`; return the exit code."""
-    options, words = parse_command(CheckData, arguments, "accel-train check-data", positional=("name",), others=("",))
+    options, words = parse_command(CheckData, arguments)
     data = _data_to_check(options, words)
     check_root(data)
     with importing(data.name):
@@ -154,7 +154,7 @@ def _data_to_check(options: CheckData, words: Sequence[str]) -> Data:
 
 def shards(arguments: Sequence[str]) -> int:
     """Run `accel-train shards`; return the exit code."""
-    options, _ = parse_command(Shards, arguments, "accel-train shards", positional=("name", "output"))
+    options, _ = parse_command(Shards, arguments)
     changes = {"short-side": options.short_side, "range": options.range, "channels": {3: None}.get(options.channels, 1)}
     if options.encoding == "copy" and (given := [name for name, value in changes.items() if value is not None]):
         raise UserError(f"--{given[0]}: files are copied as they are; add --encoding jpeg or --encoding raw.")

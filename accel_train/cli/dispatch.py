@@ -33,7 +33,7 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "find-lr": ("recipes", "train with growing learning rates, and draw the loss over them"),
     "init": ("init", "write config files, job scripts and a commented recipe into a folder"),
     "recipes": ("recipes", "list the recipes, or print one"),
-    "completion": ("completion", "complete commands and options with Tab in your shell"),
+    "completion": ("help", "complete commands and options with Tab in your shell"),
     "check-data": ("data", "find unreadable and equal images of a dataset, and empty classes"),
     "shards": ("data", "write a dataset as WebDataset shards: copied, made smaller, or as pixels"),
 }
@@ -113,6 +113,11 @@ def _run(words: list[str]) -> int:
         raise UserError(f"unknown command {name!r}.{nearest(name, COMMANDS)} See accel-train --help.")
     if name != "train":  # train has this option in its configuration
         rest = _without_traceback(rest)
+    if {"-h", "--help"} & {*rest[: rest.index("--") if "--" in rest else None]}:  # after it are words for others
+        from accel_train.cli.help import show_help
+
+        show_help(name, rest)
+        return 0
     module = importlib.import_module(f"accel_train.cli.{COMMANDS[name][0]}")
     try:
         code: int = getattr(module, name.replace("-", "_"))(rest)

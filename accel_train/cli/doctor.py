@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional, arg
-
 from accel_train.cli.common import importing
 from accel_train.cli.table import print_table
+from accel_train.config.declaration import RECIPE
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
 from accel_train.errors import UserError, nearest, print_line, writing
 from accel_train.files import atomic_write
@@ -34,7 +33,9 @@ class Doctor(CommandOptions):
     Each check reports PASS, WARN, FAIL or n/a, the measured and the expected value. If one fails, the exit code is 1.
     """
 
-    recipe: Annotated[Positional[str], arg(metavar="RECIPE")] = "digits"
+    TRAIN_OPTIONS = ("",)
+
+    recipe: Annotated[str, RECIPE] = "digits"
     """A recipe, as for train."""
     skip: tuple[str, ...] = ()
     """Names of checks to leave out."""
@@ -49,7 +50,7 @@ class Doctor(CommandOptions):
 
 def doctor(arguments: Sequence[str]) -> int:
     """Run `accel-train doctor`; return the exit code."""
-    options, config = parse_command_of_recipe(Doctor, arguments, "accel-train doctor")
+    options, config = parse_command_of_recipe(Doctor, arguments)
     launch = prepare_environment()
     with importing(config.recipe):
         from accel_train.launch.agreement import end_world

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
-
 from accel_train.cli.common import importing, wrong_endings
+from accel_train.config.declaration import RUN
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import not_a_run
 from accel_train.errors import UserError, print_line
@@ -30,7 +29,9 @@ class Evaluate(CommandOptions):
     the next evaluation overwrites, and to a new file in RUN/evaluations.
     """
 
-    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    TRAIN_OPTIONS = ("data.", *SIZES)
+
+    run: Annotated[Path, RUN]
     """Folder of the run."""
     split: Literal["test", "val", "train"] = "test"
     """Split to evaluate; the training samples are not augmented."""
@@ -50,9 +51,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     """Run `accel-train evaluate`; return the exit code."""
     if "--model.image-size" in {word.partition("=")[0].replace("_", "-") for word in arguments}:
         raise UserError("--model.image-size: is that of the run's training; give --model.eval-image-size.")
-    options, overrides = parse_command(
-        Evaluate, arguments, "accel-train evaluate", positional=("run",), others=("data.", *SIZES)
-    )
+    options, overrides = parse_command(Evaluate, arguments)
 
     launch = prepare_environment()  # before torch is imported, because torch reads some of these variables
     with importing(str(options.run)):

@@ -1,21 +1,30 @@
-"""`accel-train train --help [GROUP|OPTION]`: the options in groups, the commonest first."""
+"""The help of every command, and what Tab offers: an argparse parser from the declarations of the options.
+
+The parser shows options and completes them. config/options.py reads them: it says all mistakes of a line at once, and
+what a misspelt option may mean.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
+import importlib
 import inspect
 import shutil
 import signal
+import textwrap
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from accel_train.config.option_types import choices, option_types, value
-from accel_train.config.options import NEUTRAL_IN_WORDS, parse
+from accel_train.config.declaration import Word
+from accel_train.config.option_types import UNIONS, choices, is_or_contains, option_types, takes_many_values, words_of
+from accel_train.config.options import NEUTRAL_IN_WORDS, CommandOptions, parse, parse_command
 from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, nearest, one_line, wrapped
@@ -24,11 +33,82 @@ COMMON = (
     *("epochs", "batch-size", "data.name", "data.root", "model.name", "model.pretrained", "optim.name", "optim.lr"),
     *("output-dir", "seed", "config-only"),
 )
-"""The options shown first; those of a group are in their group too."""
+"""The options shown first. The help of their own group has them, too."""
 ORDER = ("common", "data", "model", "augment", "optim", "schedule", "loss", "ema")
 """The first groups; "run" has the other options without a dot in their names."""
 WIDEST = 100  # characters of a line
 COLUMN = 34  # where the help texts begin
+TRAIN = (
+    "Train an image classifier. Each option changes one value of the recipe.\n\n"
+    f"RECIPE is the path of a YAML file, or one of {', '.join(recipe_names())}. Without one, give --model.name and "
+    f"--data.name; the other values are those of a plain recipe: {NEUTRAL_IN_WORDS}."
+)
+
+
+class _Format(argparse.HelpFormatter):
+    """Keeps paragraphs, and breaks lines between words only, so that a name can be copied."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
+        super().__init__(prog, max_help_position=COLUMN, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [line.strip() for line in wrapped(text, width).split("\n")]
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = (" ".join(part.split()) for part in text.split("\n\n"))
+        return "\n\n".join(textwrap.fill(part, width, break_on_hyphens=False) for part in paragraphs)
+
+
+def show_help(command: str, arguments: Sequence[str]) -> None:
+    """Print the help of a command; of train with the defaults of a recipe and of one group or option, if named.
+
+    Raises UserError if the word after --help of train is neither a group, an option nor a recipe.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
+    if command == "train":
+        parser = _train_parser(arguments)
+    else:
+        cls = command_class(command)
+        words = " ".join(word.metavar for _, word in words_of(cls).values())
+        options = " [--key value …]" if option_types(cls) else ""
+        parser = _parser(f"accel-train {command} {words}{options}", inspect.cleandoc(cls.__doc__ or ""))
+        _add_words(parser, cls)
+        _add_options(parser.add_argument_group("options"), cls, option_types(cls))
+    parser.print_help()
+
+
+def _parser(usage: str, description: str = "", epilog: str = "") -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        usage=usage, description=description, epilog=epilog, formatter_class=_Format, add_help=False
+    )
+
+
+def _train_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    at = min(arguments.index(word) for word in ("-h", "--help") if word in arguments)
+    recipe = arguments[:1] if at > 0 and not arguments[0].startswith("-") else []
+    after = next((word for word in arguments[at + 1 : at + 2] if not word.startswith("-")), "")
+    shown, key = groups(), after.replace("_", "-")
+    if after in shown:
+        shown = {after: shown[after]}
+    elif key in option_types():
+        shown = {name: [key] for name, keys in shown.items() if key in keys}
+        shown.pop("common" if len(shown) > 1 else "", None)
+    elif after and not recipe and (after in recipe_names() or Path(after).suffix in (".yaml", ".yml")):
+        recipe = [after]
+    elif after:
+        raise UserError(
+            f"--help {after}: unknown group or option.{nearest(after, [*shown, *option_types()])} "
+            f"The groups: {', '.join(shown)}."
+        )
+    usage, names = "accel-train train [RECIPE] [--key value …]", ", ".join(shown)
+    last = f"accel-train train --help GROUP shows one group: {names}. --help optim.lr shows one option."
+    parser = _parser(usage, TRAIN, last) if len(shown) > 1 else _parser(usage)
+    config = parse(recipe) if recipe else Config()
+    for name, keys in shown.items():
+        others = [key for key in keys if len(shown) == 1 or name == "common" or key not in COMMON]
+        _add_options(parser.add_argument_group(name), Config, others, config)
+    return parser
 
 
 def groups() -> dict[str, list[str]]:
@@ -42,63 +122,52 @@ def groups() -> dict[str, list[str]]:
     return {name: keys for name, keys in found.items() if keys}
 
 
-def train_help(arguments: Sequence[str]) -> None:
-    """Print the help of `accel-train train`: with the defaults of a recipe and of one group or option, if named.
+def _add_words(parser: argparse.ArgumentParser, cls: type[CommandOptions]) -> None:
+    for name, (kind, word) in words_of(cls).items():
+        takes = recipe_names() if word.metavar in ("RECIPE", "[NAME]") else choices(kind)
+        many = "*" if takes_many_values(kind) else None
+        text = help_texts(cls)[name.replace("_", "-")].replace("%", "%%")
+        parser.add_argument(name, metavar=word.metavar, nargs=many, help=text, choices=takes or None, type=_type(kind))
 
-    Raises UserError if the word after --help is neither a group, an option nor a recipe.
-    """
-    from rich.console import Console
-    from rich.text import Text
 
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
-    at = min(arguments.index(word) for word in ("-h", "--help") if word in arguments)
-    recipe = arguments[:1] if at > 0 and not arguments[0].startswith("-") else []
-    after = [word for word in arguments[at + 1 : at + 2] if not word.startswith("-")]
-    shown = groups()
-    if after and after[0] in shown:
-        shown = {after[0]: shown[after[0]]}
-    elif after and (key := after[0].replace("_", "-")) in option_types():
-        group = [name for name, keys in shown.items() if key in keys][-1]  # rather its own one than "common"
-        shown = {group: [key]}
-    elif after and not recipe and (after[0] in recipe_names() or Path(after[0]).suffix in (".yaml", ".yml")):
-        recipe = after
-    elif after:
-        raise UserError(
-            f"--help {after[0]}: unknown group or option.{nearest(after[0], [*shown, *option_types()])} "
-            f"The groups: {', '.join(shown)}."
+def _add_options(group: Any, cls: type[Any], keys: Iterable[str], defaults: Any = None) -> None:
+    """Add options of `cls` to a group of a parser. `defaults`: an object of `cls`, else the class."""
+    for key in keys:
+        kind, default = option_types(cls)[key], defaults or cls
+        for name in key.replace("-", "_").split("."):
+            default = getattr(default, name, None)
+        text = help_texts(cls)[key] + (f" (default: {written(default)})" if default is not None else "")
+        group.add_argument(
+            f"--{key}",
+            metavar=form(kind),
+            help=one_line(text).replace("%", "%%"),
+            choices=("true", "false") if kind is bool else choices(kind) or None,
+            type=_type(kind),
         )
-    config = parse(recipe) if recipe else Config()
 
-    console = Console(highlight=False)
-    width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
-    head = "usage: accel-train train [RECIPE] [--key value …]\n"
-    if len(shown) > 1:
-        head += (
-            "\nTrain an image classifier. Each option changes one value of the recipe.\n\n"
-            f"RECIPE is the path of a YAML file, or one of {', '.join(recipe_names())}. Without one, give "
-            f"--model.name and --data.name; the other values are those of a plain recipe: {NEUTRAL_IN_WORDS}.\n"
-        )
-    console.print(Text(wrapped(head, width)), soft_wrap=True)
-    for name, keys in shown.items():
-        console.print(Text(name, style="bold"), soft_wrap=True)
-        for key in keys:
-            for line in _lines(key, config, width):
-                console.print(Text(one_line(line)), soft_wrap=True)
-        console.print()
-    if len(shown) > 1:
-        last = f"accel-train train --help GROUP shows one group: {', '.join(shown)}. --help optim.lr shows one option."
-        console.print(Text(wrapped(last, width)), soft_wrap=True)
+
+def _type(kind: Any) -> type[Any]:
+    return Path if is_or_contains(kind, Path) or Path in typing.get_args(kind) else str
+
+
+def command_class(command: str) -> Any:
+    """Return the class with the options of a command other than train."""
+    from accel_train.cli.dispatch import COMMANDS
+
+    module = importlib.import_module(f"accel_train.cli.{COMMANDS[command][0]}")
+    return getattr(module, "".join(part.capitalize() for part in command.split("-")))
 
 
 @cache
-def help_texts() -> dict[str, str]:
-    """Return the help text of each option: the string under its field."""
-    found = {}
-    for name, kind in typing.get_type_hints(Config).items():
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            found.update({f"{name}.{key}": text for key, text in _strings_under_fields(kind)})
-    found.update(_strings_under_fields(Config))
-    return {key.replace("_", "-"): text for key, text in found.items()}
+def help_texts(cls: type[Any] = Config) -> dict[str, str]:
+    """Return the help text of each field of `cls`, and of the fields of its groups: the string under it."""
+    texts: dict[str, str] = {}
+    for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
+        texts |= dict(_strings_under_fields(base))
+    for name, kind in typing.get_type_hints(cls).items():
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            texts |= {f"{name}.{key}": text for key, text in _strings_under_fields(kind)}
+    return {key.replace("_", "-"): text for key, text in texts.items()}
 
 
 def _strings_under_fields(cls: type[Any]) -> Iterator[tuple[str, str]]:
@@ -109,21 +178,6 @@ def _strings_under_fields(cls: type[Any]) -> Iterator[tuple[str, str]]:
             continue
         if isinstance(field.target, ast.Name) and isinstance(below.value, ast.Constant):
             yield field.target.id, " ".join(str(below.value.value).split())
-
-
-def _lines(key: str, config: Config, width: int) -> Iterator[str]:
-    """Return the lines of an option: its name and the form of its value, then its help text and its default."""
-    default = value(config, key)
-    text = help_texts()[key]
-    if default is not None:
-        text += f" (default: {written(default)})"
-    name = f"  --{key} {form(option_types()[key])}"
-    column = COLUMN if width >= 2 * COLUMN else 6
-    if len(name) + 2 > column:
-        yield from wrapped(name, width).split("\n")
-        name = ""
-    for number, line in enumerate(wrapped(text, width - column).split("\n")):
-        yield f"{name if number == 0 else '':<{column}}{line.strip()}"
 
 
 def written(default: Any) -> str:
@@ -138,10 +192,71 @@ def form(kind: Any) -> str:
     parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
     if kind == int | float:
         return "NUMBER"
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+    if typing.get_origin(kind) in UNIONS:
         return "|".join(map(form, parts))
     if choices(kind):
         return "|".join(choices(kind))
     if typing.get_origin(kind) is tuple:
         return f"{form(parts[0])} …" if parts[-1] is ... else " ".join(map(form, parts))
     return {bool: "true|false", int: "INT", float: "NUMBER", Path: "PATH", str: "TEXT"}[kind]
+
+
+# --- completion ------------------------------------------------------------------------------------------
+
+RECIPES = {
+    "bash": '_accel_train_recipes() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}',
+    "zsh": "_accel_train_recipes() {{ _alternative 'recipes:recipe:({names})' 'files:file:_files' }}",
+}
+"""What completes a recipe: the names of the packaged ones, and files."""
+
+
+@dataclass(frozen=True)
+class Completion(CommandOptions):
+    """Print the shell script that lets Tab complete commands, recipes, options and values.
+
+    bash: put this line into ~/.bashrc: eval "$(accel-train completion bash)"
+
+    zsh: put this line into ~/.zshrc, after compinit: eval "$(accel-train completion zsh)"
+    """
+
+    shell: Annotated[Literal["bash", "zsh"], Word("bash|zsh")]
+    """The shell."""
+
+
+def completion(arguments: Sequence[str]) -> int:
+    """Run `accel-train completion`: print the script for a shell. Return the exit code."""
+    import shtab
+
+    shell = parse_command(Completion, arguments)[0].shell
+    preamble = {shell: RECIPES[shell].format(names=" ".join(recipe_names()))}
+    print(shtab.complete(_parser_of_all(shtab.FILE), shell, preamble=preamble))
+    return 0
+
+
+def _parser_of_all(file: Mapping[str, str]) -> argparse.ArgumentParser:
+    """Return the parser of all commands. `file`: what shtab completes a path with."""
+    from accel_train.cli.dispatch import COMMANDS
+
+    whole = argparse.ArgumentParser(prog="accel-train", add_help=False)
+    commands = whole.add_subparsers()
+    for command, (_, summary) in COMMANDS.items():
+        parser = commands.add_parser(command, help=summary, add_help=False)
+        beginnings = ("",)
+        if command == "train":
+            parser.add_argument("recipe", metavar="RECIPE", help="", choices=recipe_names())
+            parser.add_argument("--help", nargs="?", help="show the options", choices=[*groups()])
+        else:
+            cls = command_class(command)
+            beginnings = cls.TRAIN_OPTIONS
+            _add_words(parser, cls)
+            _add_options(parser, cls, option_types(cls))
+            parser.add_argument("--help", nargs="?", help="show the options", choices=[""])
+        own = {action.option_strings[-1] for action in parser._actions if action.option_strings}
+        keys = [key for key in option_types() if key.startswith(beginnings) and f"--{key}" not in own]
+        _add_options(parser, Config, keys)
+        for action in parser._actions:
+            if action.choices == recipe_names():
+                action.complete = dict.fromkeys(RECIPES, "_accel_train_recipes")  # type: ignore[attr-defined]
+            elif action.type is Path:
+                action.complete = file  # type: ignore[attr-defined]
+    return whole

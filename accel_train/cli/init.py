@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from accel_train.config.declaration import Word
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.errors import UserError, counted, print_line
 from accel_train.files import atomic_write
@@ -27,13 +26,13 @@ class Init(CommandOptions):
     folder, it becomes a link to the virtual environment of this program, which the job scripts activate.
     """
 
-    dir: Annotated[Positional[Path], arg(metavar="DIR")]
+    dir: Annotated[Path, Word("DIR")]
     """The folder; it is created if it does not exist."""
 
 
 def init(arguments: Sequence[str]) -> int:
     """Run `accel-train init`; return the exit code."""
-    options, _ = parse_command(Init, arguments, "accel-train init", positional=("dir",))
+    options, _ = parse_command(Init, arguments)
     folder = options.dir.expanduser()
     files = starter_files()
     if os.path.lexists(folder / GITIGNORE):

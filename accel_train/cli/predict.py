@@ -12,11 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-from tyro.conf import Positional, arg
-
 from accel_train.cli.common import below_one, importing, wrong_endings
 from accel_train.cli.evaluate import SIZES
 from accel_train.cli.table import print_table
+from accel_train.config.declaration import RUN, Word
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import not_a_run
 from accel_train.errors import counted, print_line, writing
@@ -35,9 +34,11 @@ class Predict(CommandOptions):
     image that cannot be read says so; the other images are classified, and the exit code is 1.
     """
 
-    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    TRAIN_OPTIONS = SIZES
+
+    run: Annotated[Path, RUN]
     """Folder of the run."""
-    images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE|FOLDER …")]
+    images: Annotated[tuple[Path, ...], Word("IMAGE|FOLDER …")]
     """Image files, or folders of them."""
     checkpoint: Path | None = None
     """best (by --best-metric on the validation split), last, or a checkpoint such as update-00001234; default: last,
@@ -64,9 +65,7 @@ class Predict(CommandOptions):
 
 def predict(arguments: Sequence[str]) -> int:
     """Run `accel-train predict`; return the exit code."""
-    options, sizes = parse_command(
-        Predict, arguments, "accel-train predict", positional=("run", "images"), others=SIZES
-    )
+    options, sizes = parse_command(Predict, arguments)
     launch = prepare_environment()
     with importing(str(options.run)):
         from accel_train.launch.accelerator import create_accelerator

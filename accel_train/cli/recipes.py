@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import Positional, arg
-
 from accel_train.cli.common import below_one, importing, without_run, wrong_endings
 from accel_train.cli.table import print_table
+from accel_train.config.declaration import RECIPE, Word
 from accel_train.config.option_types import value
-from accel_train.config.options import CommandOptions, parse_command_of_recipe
+from accel_train.config.options import CommandOptions, parse_command, parse_command_of_recipe
 from accel_train.config.recipe import read_recipe, recipe_names
 from accel_train.config.schema import Config
 from accel_train.data.sources.root import check_root
@@ -24,16 +23,20 @@ from accel_train.files import check_writable
 from accel_train.launch.environment import prepare_environment
 
 
+@dataclass(frozen=True)
+class Recipes(CommandOptions):
+    """List the recipes that come with the package, or print the file of one."""
+
+    name: Annotated[str, Word("[NAME]")] = ""
+    """The recipe to print."""
+
+
 def recipes(arguments: Sequence[str]) -> int:
-    """Run `accel-train recipes`: list the packaged recipes, or print one. Return the exit code."""
+    """Run `accel-train recipes`; return the exit code."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `recipes | head` ends quietly
-    if "-h" in arguments or "--help" in arguments:
-        for line in ("usage: accel-train recipes [NAME]", "", "List the recipes, or print the file of one."):
-            print_line(line)
-    elif len(arguments) > 1 or (arguments and arguments[0].startswith("-")):
-        raise UserError(f"accel-train recipes: expected at most one NAME, found {' '.join(arguments)!r}.")
-    elif arguments:
-        recipe = read_recipe(arguments[0])
+    options, _ = parse_command(Recipes, arguments)
+    if options.name:
+        recipe = read_recipe(options.name)
         raise_mistakes(recipe.mistakes)
         if is_terminal(sys.stdout):
             for line in recipe.text.rstrip("\n").split("\n"):
@@ -64,7 +67,9 @@ class Preview(CommandOptions):
     Options of train (--augment.policy, --data.root, …) change the recipe. Nothing is trained.
     """
 
-    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    TRAIN_OPTIONS = ("",)
+
+    recipe: Annotated[str, RECIPE]
     """A recipe, as for train."""
     images: int = 8
     """How many training images to show."""
@@ -77,7 +82,7 @@ class Preview(CommandOptions):
 
 def preview(arguments: Sequence[str]) -> int:
     """Run `accel-train preview`; return the exit code."""
-    options, config = parse_command_of_recipe(Preview, arguments, "accel-train preview")
+    options, config = parse_command_of_recipe(Preview, arguments)
     config = without_run(config, arguments, "preview", "picture")
     launch = prepare_environment()
     check_root(config.data)
@@ -96,7 +101,9 @@ class FindLr(CommandOptions):
     Options of train (--batch-size, --optim.name, …) change the recipe. Nothing is kept but the picture.
     """
 
-    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    TRAIN_OPTIONS = ("",)
+
+    recipe: Annotated[str, RECIPE]
     """A recipe, as for train."""
     updates: int = 100
     """How many updates, at least 10. The rate grows by the same factor at each, from 1e-6 to 10."""
@@ -109,7 +116,7 @@ class FindLr(CommandOptions):
 
 def find_lr(arguments: Sequence[str]) -> int:
     """Run `accel-train find-lr`; return the exit code: 1 if the loss does not fall."""
-    options, config = parse_command_of_recipe(FindLr, arguments, "accel-train find-lr")
+    options, config = parse_command_of_recipe(FindLr, arguments)
     config = without_run(config, arguments, "find-lr", "picture")
     output = options.output or Path(f"lr-{config.recipe}.svg")
     launch = prepare_environment()
@@ -147,7 +154,9 @@ class Bench(CommandOptions):
     accel_train bench RECIPE. The exit code does not depend on the speed.
     """
 
-    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    TRAIN_OPTIONS = ("",)
+
+    recipe: Annotated[str, RECIPE]
     """A recipe, as for train."""
     rounds: int = 5
     """Number of times that everything is measured, in turns."""
@@ -162,7 +171,7 @@ class Bench(CommandOptions):
 
 def bench(arguments: Sequence[str]) -> int:
     """Run `accel-train bench`; return the exit code."""
-    options, config = parse_command_of_recipe(Bench, arguments, "accel-train bench")
+    options, config = parse_command_of_recipe(Bench, arguments)
     config = without_run(config, arguments, "bench", "file")
     output = options.output or Path(f"bench-{config.recipe}.json")
     if output.is_dir():

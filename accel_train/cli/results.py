@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
-
 from accel_train.cli.common import importing
 from accel_train.cli.runs import run_folders
 from accel_train.cli.table import print_table
+from accel_train.config.declaration import RUN, Word
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import not_a_run
 from accel_train.errors import UserError, print_line
@@ -27,7 +26,7 @@ class Report(CommandOptions):
     what they have written: metrics, means over seeds, Welch's test, speed; a CSV file beside the page has the numbers.
     """
 
-    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN …")]
+    runs: Annotated[tuple[Path, ...], Word("RUN …")]
     """Folders of the runs, or folders with runs in them, such as one of accel-train submit."""
     output: Path | None = None
     """The file to write; default: report.html in the run, or in the folder of runs; of several RUNs comparison.html in
@@ -59,7 +58,7 @@ class Report(CommandOptions):
 
 def report(arguments: Sequence[str]) -> int:
     """Run `accel-train report`; return the exit code."""
-    options, _ = parse_command(Report, arguments, "accel-train report", positional=("runs",))
+    options, _ = parse_command(Report, arguments)
 
     launch = prepare_environment()
     with importing(str(options.runs[0])):
@@ -91,7 +90,7 @@ class Export(CommandOptions):
     disagree, the exit code is 1. docs/export.md has a script that needs only onnxruntime, NumPy and Pillow.
     """
 
-    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    run: Annotated[Path, RUN]
     """Folder of the run."""
     format: Literal["timm", "onnx", "pt2"] | None = None
     """timm: a directory for timm.create_model; onnx: ONNX; pt2: torch.export. It must be given."""
@@ -111,7 +110,7 @@ class Export(CommandOptions):
 
 def export(arguments: Sequence[str]) -> int:
     """Run `accel-train export`; return the exit code."""
-    options, _ = parse_command(Export, arguments, "accel-train export", positional=("run",))
+    options, _ = parse_command(Export, arguments)
     if options.format is None:
         raise UserError("--format is missing; choose timm, onnx or pt2.")
     launch = prepare_environment()
@@ -138,7 +137,7 @@ class Track(CommandOptions):
     No step is sent twice. To send new steps, run the command again, even while the run is training.
     """
 
-    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    run: Annotated[Path, RUN]
     """Folder of the run."""
     to: Literal["tensorboard", "wandb", "mlflow"] | None = None
     """The tracker."""
@@ -150,7 +149,7 @@ class Track(CommandOptions):
 
 def track(arguments: Sequence[str]) -> int:
     """Run `accel-train track`; return the exit code."""
-    options, _ = parse_command(Track, arguments, "accel-train track", positional=("run",))
+    options, _ = parse_command(Track, arguments)
     with importing(str(options.run)):
         from accel_train.records.trackers import track
     print_line(track(options.run, str(options.to)))

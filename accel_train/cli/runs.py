@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import Positional, arg
-
 from accel_train.cli.table import print_table
+from accel_train.config.declaration import Word
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import MAX_BYTES
 from accel_train.errors import UserError, print_line
@@ -40,7 +39,7 @@ class Runs(CommandOptions):
     listed before they have begun.
     """
 
-    dir: Annotated[Positional[Path], arg(metavar="[DIR]")] = Path("runs")
+    dir: Annotated[Path, Word("[DIR]")] = Path("runs")
     """The folder to look in."""
 
     def mistakes(self) -> list[str]:
@@ -52,7 +51,7 @@ class Runs(CommandOptions):
 def runs(arguments: Sequence[str]) -> int:
     """Run `accel-train runs`; return the exit code."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `runs | head` ends quietly
-    options, _ = parse_command(Runs, arguments, "accel-train runs", positional=())
+    options, _ = parse_command(Runs, arguments)
     found = sorted(_read_runs(options.dir), key=lambda run: run.changed, reverse=True)
     if not found:
         print_line(f"There are no runs in {options.dir.absolute()}.")

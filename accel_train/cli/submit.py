@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
-
+from accel_train.config.declaration import RECIPE
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.errors import UserError, counted, first_of, how_to_get, print_line
 from accel_train.tools.cluster.elements import Element, elements_of
@@ -31,7 +30,9 @@ class Submit(CommandOptions):
     the queue. Each element is requeued by itself (docs/clusters.md). Your own copy of the job script is the last word.
     """
 
-    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    TRAIN_OPTIONS = ("",)
+
+    recipe: Annotated[str, RECIPE]
     """A recipe, or a YAML file."""
     seeds: str | None = None
     """The seeds: 0-4, or 1,2,7-9; default: the recipe's."""
@@ -49,7 +50,7 @@ class Submit(CommandOptions):
 def submit(arguments: Sequence[str]) -> int:
     """Run `accel-train submit`; return the exit code."""
     words, for_scheduler = divide(arguments)
-    options, rest = parse_command(Submit, words, "accel-train submit", positional=("recipe",), others=("",))
+    options, rest = parse_command(Submit, words)
     given = {word.partition("=")[0].removeprefix("--") for word in rest}
     if not_of_a_run := [f"--{key}" for key in ("config-only", "take-over", "traceback") if key in given]:
         raise UserError(f"{', '.join(not_of_a_run)}: an option of one start, not of submitted runs; leave it out.")

@@ -18,11 +18,6 @@ from accel_train.launch.process import CODE, start_folder, tell_job_script
 
 def train(arguments: Sequence[str]) -> int:
     """Run `accel-train train`; return the exit code."""
-    if "-h" in arguments or "--help" in arguments:
-        from accel_train.cli.help import train_help
-
-        train_help(arguments)
-        return 0
     # From here on a warning is recorded, even one that is ignored, as SIGUSR1 is under the job scripts.
     before = {number: signal.signal(number, record_stop_signal) for number in stop_signals()}
     code = 1

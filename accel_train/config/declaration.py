@@ -214,3 +214,15 @@ class StartsInEpoch:
 
 
 STARTS_IN_EPOCH = StartsInEpoch()
+
+
+@dataclass(frozen=True)
+class Word:
+    """A field of a command that is a word of the command line without a key, such as RUN."""
+
+    metavar: str
+    """As the help shows it."""
+
+
+RECIPE = Word("RECIPE")
+RUN = Word("RUN")

@@ -1,14 +1,10 @@
-"""The options that exist: their keys, what is declared of each, and which words of a command line they are.
-
-What the words mean, tyro decides.
-"""
+"""The options that exist: their keys, what is declared of each, and the values that words give them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import io
 import math
 import operator
 import types
@@ -17,29 +13,42 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from accel_train.config.declaration import Bound, Needs, StartsInEpoch
+from accel_train.config.declaration import Bound, Needs, StartsInEpoch, Word
 from accel_train.config.recipe import Option
 from accel_train.config.schema import Config
+from accel_train.config.url import url_of
 from accel_train.errors import nearest
 
 OptionTypes = Mapping[str, Any]  # key of each option -> type of its value
 
+UNIONS = (typing.Union, types.UnionType)
 SET_BY_PROGRAM = ("recipe", "origin")
 """The fields of `Config` that are not options."""
 
 
 @functools.cache
-def option_types(cls: type[Any] = Config, without: tuple[str, ...] = SET_BY_PROGRAM) -> OptionTypes:
-    """Return the options that are the fields of `cls`: key ("optim.weight-decay") -> type of its value.
-
-    The fields `without` are not options.
-    """
+def option_types(cls: type[Any] = Config) -> OptionTypes:
+    """Return the options that are the fields of `cls`: key ("optim.weight-decay") -> type of its value."""
     fields = _fields_of(cls)  # type: ignore[arg-type]
-    return {key: kind for key, (kind, _) in fields.items() if key.partition(".")[0] not in without}
+    return {
+        key: kind
+        for key, (kind, parts) in fields.items()
+        if key.partition(".")[0] not in SET_BY_PROGRAM and not any(isinstance(part, Word) for part in parts)
+    }
+
+
+def words_of(cls: type[Any]) -> dict[str, tuple[Any, Word]]:
+    """Return the fields of a command that are words without a key: name -> (type of its value, what is declared)."""
+    fields = _fields_of(cls)  # type: ignore[arg-type]
+    return {
+        key.replace("-", "_"): (kind, part)
+        for key, (kind, parts) in fields.items()
+        for part in parts
+        if isinstance(part, Word)
+    }
 
 
 M = TypeVar("M")
-T = TypeVar("T")
 
 
 def declared(marker: type[M]) -> list[tuple[str, M]]:
@@ -51,7 +60,9 @@ def declared(marker: type[M]) -> list[tuple[str, M]]:
 def _fields_of(cls: type[Any]) -> dict[str, tuple[Any, tuple[object, ...]]]:
     """The key of each field of `cls` and of its groups -> (its type, what is declared of its group, and of it)."""
     result: dict[str, tuple[Any, tuple[object, ...]]] = {}
-    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for name in (field.name for field in dataclasses.fields(cls)):
+        hint = hints[name]
         kind, *parts = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
         key = name.replace("_", "-")
         if dataclasses.is_dataclass(kind) and name not in SET_BY_PROGRAM:
@@ -150,8 +161,7 @@ def unknown_option(key: str, origin: str, known: OptionTypes) -> str:
 
 def is_or_contains(kind: Any, part: Any) -> bool:
     """Whether the type `kind` is `part` (NoneType, Path, …) or a union that contains it."""
-    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    return part in (typing.get_args(kind) if is_union else (kind,))
+    return part in (typing.get_args(kind) if typing.get_origin(kind) in UNIONS else (kind,))
 
 
 def takes_many_values(kind: Any) -> bool:
@@ -240,42 +250,37 @@ def looks_like_option(word: str) -> bool:
     return True
 
 
-def as_words(option: Option, kind: Any) -> list[str]:
-    """Return the option, whose value has the type `kind`, as tyro reads it: True, False and None with a capital, a home
-    folder's ~ resolved."""
-    if len(option.values) != 1:
-        return [f"--{option.key}", *option.values]
-    text = option.values[0]
-    if kind is bool and text.lower() in ("true", "false"):
-        text = text.capitalize()
-    elif is_or_contains(kind, types.NoneType) and text.lower() in ("none", "null", "~"):
-        text = "None"
-    elif is_or_contains(kind, Path) and text.startswith("~/"):
-        text = str(Path(text).expanduser())
-    return [f"--{option.key}={text}"]
+def as_words(option: Option) -> list[str]:
+    """Return the words of a command line that give the option."""
+    return [f"--{option.key}", *option.values] if len(option.values) != 1 else [f"--{option.key}={option.values[0]}"]
 
 
-def typed_value(option: Option, kind: Any) -> tuple[Any] | None:
-    """Return the option's value as one of the type `kind`, in a tuple; None if it does not fit."""
-    return _typed_value(kind, tuple(as_words(dataclasses.replace(option, key="value"), kind)))
+def to_value(kind: Any, words: Sequence[str]) -> Any:
+    """Return the value of the type `kind` that the words give. Raises ValueError if they do not fit.
 
-
-@functools.cache  # of a thousand configurations most values are the same
-def _typed_value(kind: Any, words: tuple[str, ...]) -> tuple[Any] | None:
-    if "://" in words[0] and is_or_contains(kind, Path):
-        from accel_train.config.url import url_of
-
-        return (url_of(words[0].partition("=")[2]),)
-    parsed: Any = run_tyro(dataclasses.make_dataclass("Value", [("value", kind)]), words)
-    return None if parsed is None else (parsed.value,)
-
-
-def run_tyro(cls: type[T], words: Sequence[str]) -> T | None:
-    """Return the object of `cls` that the words give, or None if tyro refuses them. Prints nothing."""
-    import tyro
-
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            return tyro.cli(cls, args=list(words), config=(tyro.conf.FlagConversionOff,))
-        except SystemExit:
+    none, null and ~ are None where that is a value; ~/ is the home folder in paths only.
+    """
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in UNIONS:
+        if types.NoneType in parts and len(words) == 1 and words[0].lower() in ("none", "null", "~"):
             return None
+        for part in (part for part in parts if part is not types.NoneType):
+            with contextlib.suppress(ValueError):
+                return to_value(part, words)
+        raise ValueError
+    if origin is tuple:
+        if parts[-1] is not ... and len(words) != len(parts):
+            raise ValueError
+        return tuple(to_value(parts[0], [word]) for word in words)
+    (word,) = words
+    if origin is Literal or kind is bool:
+        values = {part: part for part in parts} if parts else {"true": True, "false": False}
+        word = word if parts else word.lower()
+        if word not in values:
+            raise ValueError
+        return values[word]
+    if kind is Path:
+        if "://" in word:
+            return url_of(word)
+        return Path(word).expanduser() if word.startswith("~/") else Path(word)
+    return kind(word)

@@ -1,18 +1,16 @@
 """A recipe file and the command line become one validated `Config`.
 
-A recipe is read as the same options as the command line's, which come after them (the last one counts), and tyro parses
-the value of each. So a mistake gets the same message in a file and on the command line, with its origin. All mistakes
-are collected and raised together.
+A recipe is read as the same options as the command line's, which come after them (the last one counts). So a mistake
+gets the same message in a file and on the command line, with its origin. All mistakes are raised together.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from accel_train.config.contradictions import contradictions
 from accel_train.config.declaration import Bound
@@ -26,11 +24,12 @@ from accel_train.config.option_types import (
     option_types,
     out_of_bounds,
     read_arguments,
-    run_tyro,
-    typed_value,
+    takes_many_values,
+    to_value,
     unknown_option,
     unread,
     value,
+    words_of,
 )
 from accel_train.config.recipe import Option, Recipe, not_a_run, read_recipe, read_settings
 from accel_train.config.schema import Config
@@ -40,7 +39,14 @@ from accel_train.user_code.reference import mistakes as code_mistakes
 
 
 class CommandOptions:
-    """The options of a command other than train: the fields of a dataclass, whose docstring is the command's help."""
+    """The options of a command other than train: the fields of a dataclass, whose docstring is the command's help.
+
+    The name of the class is that of the command: FindLr is find-lr. A field that is declared as a `Word` is given
+    without a key; options may come before and after it.
+    """
+
+    TRAIN_OPTIONS: ClassVar[tuple[str, ...]] = ()
+    """The options of train that the command takes, too: how their keys begin, such as "data."; "": all of them."""
 
     def mistakes(self) -> list[str]:
         """Return a message for each value that has the right type but cannot be used."""
@@ -133,37 +139,28 @@ def parse_settings(
     return _to_config(found, read_arguments(arguments, option_types(), mistakes), mistakes)
 
 
-def parse_command(
-    cls: type[C],
-    arguments: Sequence[str],
-    prog: str,
-    *,
-    positional: tuple[str, ...],
-    others: tuple[str, ...] = (),
-) -> tuple[C, list[str]]:
-    """Parse `WORD… [--key value …]`, the line of a command other than train: (an object of `cls`, other options).
+def parse_command(cls: type[C], arguments: Sequence[str]) -> tuple[C, list[str]]:
+    """Parse `WORD… [--key value …]`, the line of a command other than train: (an object of `cls`, options of train).
 
-    `positional` are the fields of `cls` that are words without a key; options may come before and between them.
-    Options of `Config` that begin with one of `others` ("data.") are checked and returned as words. `--help` raises
-    SystemExit(0). Raises one UserError with all mistakes.
+    The options of train are checked and returned as words. Raises one UserError with all mistakes.
     """
     mistakes: list[str] = []
-    options, rest = _read_command(cls, arguments, prog, positional, others, mistakes)
+    options, rest = _read_command(cls, arguments, mistakes)
     if rest:
         _to_bounded_config(rest, mistakes)
     raise_mistakes(mistakes)
     assert options is not None
-    return options, [word for option in rest.values() for word in as_words(option, option_types()[option.key])]
+    return options, [word for option in rest.values() for word in as_words(option)]
 
 
-def parse_command_of_recipe(cls: type[C], arguments: Sequence[str], prog: str) -> tuple[C, Config]:
+def parse_command_of_recipe(cls: type[C], arguments: Sequence[str]) -> tuple[C, Config]:
     """Parse `RECIPE [--key value …]`, the line of a command that takes the options of train too.
 
-    `cls` has a field `recipe`. Returns (an object of `cls`, the recipe's configuration). `--help` raises
-    SystemExit(0). Raises one UserError with all mistakes of the recipe and of the options.
+    `cls` has a field `recipe`. Returns (an object of `cls`, the recipe's configuration). Raises one UserError with all
+    mistakes of the recipe and of the options.
     """
     mistakes: list[str] = []
-    options, rest = _read_command(cls, arguments, prog, ("recipe",), ("",), mistakes)
+    options, rest = _read_command(cls, arguments, mistakes)
     name = getattr(options, "recipe", None)
     recipe = _read_recipe(name, mistakes) if name is not None else Recipe("", "")
     config = _to_config(recipe, rest, mistakes)
@@ -171,36 +168,45 @@ def parse_command_of_recipe(cls: type[C], arguments: Sequence[str], prog: str) -
     return options, config
 
 
-def _read_command(
-    cls: type[C],
-    arguments: Sequence[str],
-    prog: str,
-    positional: tuple[str, ...],
-    others: tuple[str, ...],
-    mistakes: list[str],
-) -> tuple[C | None, dict[str, Option]]:
-    """Return (an object of `cls`, the options of `Config`); None instead of the object if a word is missing."""
-    if "-h" in arguments or "--help" in arguments:
-        _help(cls, prog, inspect.cleandoc(cls.__doc__ or ""))
-    own = option_types(cls, without=positional)  # type: ignore[arg-type]
-    known = {**{key: kind for key, kind in option_types().items() if others and key.startswith(others)}, **own}
+def _read_command(cls: type[C], arguments: Sequence[str], mistakes: list[str]) -> tuple[C | None, dict[str, Option]]:
+    """Return (an object of `cls`, the options of train); None instead of the object if a word is missing or wrong."""
+    own = option_types(cls)  # type: ignore[arg-type]
+    train = {key: kind for key, kind in option_types().items() if key.startswith(cls.TRAIN_OPTIONS)}
     words: list[str] = []
-    given = read_arguments(arguments, known, mistakes, words)
+    given = read_arguments(arguments, {**train, **own}, mistakes, words)
+    values = _words_to_values(cls, words, mistakes)
     options = {key: option for key, option in given.items() if key in own}
-    rest_options = {key: option for key, option in given.items() if key not in own}
-    if len(words) < len([name for name in positional if not hasattr(cls, name)]):  # a field with a default is one
-        usage = " ".join([prog, *(name.upper() for name in positional)])
-        mistakes.append(f"{prog}: {positional[len(words)].upper()} is missing; {usage} [--key value …]")
-        # Other values stand in for the missing words, so that the options are checked all the same.
-        stand_ins = [*words, *(["."] * (len(positional) - len(words)))]
-        _to_object(cls, stand_ins, options, own, mistakes)
-        return None, rest_options
-    if run_tyro(cls, words) is None:
+    settings = {key.replace("-", "_"): setting for key, setting in _to_values(options, own, mistakes).items()}
+    parsed = None if values is None else cls(**values, **settings)
+    mistakes += parsed.mistakes() if parsed is not None else []
+    return parsed, {key: option for key, option in given.items() if key not in own}
+
+
+def _words_to_values(cls: type[CommandOptions], words: list[str], mistakes: list[str]) -> dict[str, Any] | None:
+    """Return the values of the fields that are words; None if one is missing or wrong, and a message in `mistakes`."""
+    fields, values = words_of(cls), dict[str, Any]()
+    left = words
+    for name, (kind, _) in fields.items():
+        taken, left = (left, []) if takes_many_values(kind) else (left[:1], left[1:])
+        if not taken and hasattr(cls, name):  # it has a default
+            continue
+        if not taken:
+            usage = " ".join(["accel-train", command_name(cls), *map(str.upper, fields)])
+            mistakes.append(f"accel-train {command_name(cls)}: {name.upper()} is missing; {usage} [--key value …]")
+            return None
+        try:
+            values[name] = to_value(kind, taken)
+        except ValueError:
+            mistakes.append(f"{name.upper()}: expected {in_words(kind)}, found {' '.join(taken)!r}.")
+            return None
+    if left:
         mistakes.append(f"too many words: {' '.join(words)!r}; see --help.")
-        words = words[: len(positional)]
-    parsed = _to_object(cls, words, options, own, mistakes)
-    mistakes += parsed.mistakes()
-    return parsed, rest_options
+    return values
+
+
+def command_name(cls: type[CommandOptions]) -> str:
+    """Return the command whose options are the fields of `cls`: find-lr for FindLr."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
 
 
 # --- options to objects ----------------------------------------------------------------------------------
@@ -251,7 +257,9 @@ def _to_config(recipe: Recipe, given: Mapping[str, Option], mistakes: list[str],
 
 def _to_bounded_config(options: Mapping[str, Option], mistakes: list[str]) -> Config:
     """Return a Config with those options whose types are right; add wrong types and values to `mistakes`."""
-    config = _to_object(Config, [], options, option_types(), mistakes)
+    config = Config()
+    for key, setting in _to_values(options, option_types(), mistakes).items():
+        config = _with(config, key.replace("-", "_"), setting)
     mistakes += [_misfit(key, expected, config, options) for key, expected in out_of_bounds(config).items()]
     return config
 
@@ -266,22 +274,19 @@ def _misfit(key: str, expected: str, config: Config, options: Mapping[str, Optio
     return f"--{key}: expected {expected}, found {written!r} ({origin}).{hint}"
 
 
-def _to_object(
-    cls: type[T], words: Sequence[str], options: Mapping[str, Option], known: OptionTypes, mistakes: list[str]
-) -> T:
-    """Return the object of `cls` with the words and the options. Options whose values do not fit their types are left
-    out; a message for each is added to `mistakes`."""
-    parsed = run_tyro(cls, words) if words else cls()
-    assert parsed is not None, f"tyro refuses {words}"
-    for option in options.values():
-        kind, text = known[option.key], " ".join(option.values)
-        if setting := typed_value(option, kind):
-            parsed = _with(parsed, option.key.replace("-", "_"), setting[0])
-            continue
-        shown = f"found {text!r}" if option.values else "found no value"
-        hint = ARRAY if option.key == "seed" and SEVERAL.search(text) else nearest(text, choices(kind))
-        mistakes.append(f"--{option.key}: expected {in_words(kind)}, {shown} ({option.origin}).{hint}")
-    return parsed
+def _to_values(options: Mapping[str, Option], known: OptionTypes, mistakes: list[str]) -> dict[str, Any]:
+    """Return the values of the options by key. Those that do not fit their types are left out; a message for each is
+    added to `mistakes`."""
+    values: dict[str, Any] = {}
+    for key, option in options.items():
+        kind, text = known[key], " ".join(option.values)
+        try:
+            values[key] = to_value(kind, option.values)
+        except ValueError:
+            shown = f"found {text!r}" if option.values else "found no value"
+            hint = ARRAY if key == "seed" and SEVERAL.search(text) else nearest(text, choices(kind))
+            mistakes.append(f"--{key}: expected {in_words(kind)}, {shown} ({option.origin}).{hint}")
+    return values
 
 
 def _with(settings: T, name: str, setting: Any) -> T:
@@ -289,14 +294,3 @@ def _with(settings: T, name: str, setting: Any) -> T:
     group, _, rest = name.partition(".")
     setting = _with(getattr(settings, group), rest, setting) if rest else setting
     return dataclasses.replace(settings, **{group: setting})  # type: ignore[type-var]
-
-
-def _help(cls: type[T], prog: str, description: str) -> NoReturn:
-    """Print the help of the options in `cls`, and raise SystemExit(0)."""
-    import signal
-
-    import tyro
-
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
-    tyro.cli(cls, prog=prog, description=description, args=["--help"], config=(tyro.conf.FlagConversionOff,))
-    raise AssertionError("--help has returned")

@@ -89,6 +89,7 @@ def test_help_lists_each_command_with_a_line() -> None:
          "no/run: not a run, because there is no such folder; give the folder that training wrote (runs/RECIPE/…)."),
         (["predict", "{run}"],
          "accel-train predict: IMAGES is missing; accel-train predict RUN IMAGES [--key value …]"),
+        (["after-job", "x"], "CODE: expected a whole number, found 'x'."),
         (["predict", "{run}", "a.png"], "a.png: no such image or folder."),
         (["predict", "{run}", "{run}", "--top-k=0"], "--top-k: expected at least 1, found 0."),
         (["predict", "{run}", "{run}", "--output", "a.txt"],
@@ -107,7 +108,7 @@ def test_help_lists_each_command_with_a_line() -> None:
          "--data.root no.tar does not exist; name a tar file or a folder of them."),
         (["recipes", "no_such_one"], "unknown recipe 'no_such_one'. `accel-train recipes` lists the recipes; "
          "to use a file of your own, give its path, which ends in .yaml."),
-        (["recipes", "a", "b"], "accel-train recipes: expected at most one NAME, found 'a b'."),
+        (["recipes", "a", "b"], "too many words: 'a b'; see --help."),
     ],
 )  # fmt: skip
 def test_an_error_is_one_line_without_torch(words: list[str], message: str, tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_only_options_of_the_command_are_proposed() -> None:
 
     def told_by_predict(word: str) -> str:
         with pytest.raises(UserError) as caught:
-            parse_command(Predict, ["run", "x.png", word, "1"], "predict", positional=("run", "images"))
+            parse_command(Predict, ["run", "x.png", word, "1"])
         return str(caught.value)
 
     assert "Did you mean 'batch-size'?" in told_by_predict("--bs")
@@ -347,13 +347,13 @@ def test_the_mistakes_of_other_commands_are_told_at_once(tmp_path: Path, recipe:
     from accel_train.cli.evaluate import Evaluate
     from accel_train.cli.recipes import Bench
 
-    def told_by(cls: type[Any], *words: str, **settings: Any) -> list[str]:
+    def told_by(cls: type[Any], *words: str) -> list[str]:
         with pytest.raises(UserError) as caught:
-            parse_command(cls, words, "accel-train x", **settings)
+            parse_command(cls, words)
         return list(caught.value.messages)
 
     words = ("folder", "out", "--channels", "2", "--encoding", "jpg", "--short-side", "0", "--shard-sise", "1GB")
-    assert told_by(Shards, *words, positional=("name", "output")) == [
+    assert told_by(Shards, *words) == [
         "--shard-sise: unknown option (command line). Did you mean 'shard-size'?",
         "--encoding: expected one of copy, jpeg, raw, found 'jpg' (command line). Did you mean 'jpeg'?",
         "--short-side: expected at least 1, found 0.",
@@ -361,20 +361,20 @@ def test_the_mistakes_of_other_commands_are_told_at_once(tmp_path: Path, recipe:
     ]
     (tmp_path / "config.yaml").touch()
     overrides = ("--data.train-limit", "0", "--data.workers", "many", "--split", "tset")
-    assert told_by(Evaluate, str(tmp_path), *overrides, positional=("run",), others=("data.",)) == [
+    assert told_by(Evaluate, str(tmp_path), *overrides) == [
         "--split: expected one of test, val, train, found 'tset' (command line). Did you mean 'test'?",
         "--data.workers: expected a whole number or none, found 'many' (command line).",
         "--data.train-limit: expected a number greater than 0, found '0' (command line).",
     ]
-    first, second = told_by(Evaluate, "--split", "tset", positional=("run",), others=("data.",))
-    assert first.startswith("accel-train x: RUN is missing; ")
+    first, second = told_by(Evaluate, "--split", "tset")
+    assert first.startswith("accel-train evaluate: RUN is missing; ")
     assert second.startswith("--split: expected one of ")
-    first, second = told_by(Evaluate, str(tmp_path), "more", "--split", "x", positional=("run",), others=("data.",))
+    first, second = told_by(Evaluate, str(tmp_path), "more", "--split", "x")
     assert first == f"too many words: '{tmp_path} more'; see --help."
     assert second.startswith("--split: expected one of ")
     Path(recipe).write_text("epochs: 0\noptim: {lr: fast}")
     with pytest.raises(UserError) as caught:
-        parse_command_of_recipe(Bench, [recipe, "--rounds", "0", "--seed", "-1"], "accel-train bench")
+        parse_command_of_recipe(Bench, [recipe, "--rounds", "0", "--seed", "-1"])
     assert list(caught.value.messages) == [
         "--rounds: expected at least 1, found 0.",
         f"--optim.lr: expected a number, found 'fast' ({recipe}:2).",
