@@ -33,7 +33,7 @@ from PIL import Image  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
-from accel_train.cli.table import print_table  # noqa: E402
+from accel_train.cli.common import print_table  # noqa: E402
 from accel_train.config.schema import Augment, Config, Data  # noqa: E402
 from accel_train.data.loading import create_input_pipeline, create_loader  # noqa: E402
 from accel_train.data.order.plan import Plan  # noqa: E402

@@ -34,7 +34,7 @@ import turns
 from compare import OTHERS, script_words
 from trainer import data_words
 
-from accel_train.cli.table import print_table
+from accel_train.cli.common import print_table
 from accel_train.tools.workload import ratio, spread
 
 TASK = "mnist_cnn"

@@ -25,7 +25,7 @@ import document
 import turns
 from trainer import trainer
 
-from accel_train.cli.table import print_table
+from accel_train.cli.common import print_table
 from accel_train.errors import counted
 from accel_train.tools.report.curves import import_pyplot, save
 from accel_train.tools.workload import spread

@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 
 from accel_train.cli.dispatch import COMMANDS
-from accel_train.config.option_types import option_types
+from accel_train.config.schema import option_types
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,7 +20,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from accel_train.cli.table import print_table
+from accel_train.cli.common import print_table
 
 PLAIN = """
 import torch

@@ -35,7 +35,7 @@ import torch
 import turns
 from interrupted import history, observed
 
-from accel_train.cli.table import print_table
+from accel_train.cli.common import print_table
 from accel_train.tools.report.curves import import_pyplot, save
 
 HERE = Path(__file__).resolve().parent / "interrupted"

@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from accel_train.cli.table import print_table
+from accel_train.cli.common import print_table
 
 BARE_SECONDS = 20
 

@@ -24,7 +24,7 @@ import torch
 import turns
 from torch import nn
 
-from accel_train.cli.table import print_table
+from accel_train.cli.common import print_table
 from accel_train.launch.environment import SPINS
 from accel_train.optim.performance import set_defaults
 from accel_train.tools.workload import ratio, spread

@@ -377,7 +377,7 @@ MUTANTS = [
            "config/test_compatibility.py", "more epochs are another schedule for poly"),
     Mutant("config/schema.py", "    augment: Augment = ", "    augment: Annotated[Augment, ONE_START] = ",
            "config/test_compatibility.py", "a change of the augmentation is refused when a run is resumed"),
-    Mutant("config/schema.py", "\"weights\"],\n        DECIDES_SAMPLES,", "\"weights\"],",
+    Mutant("config/schema.py", "\"weights\"], DECIDES_SAMPLES]", "\"weights\"]]",
            "checkpoint/test_manager.py", "the samples of an epoch do not change in its middle",
            "only a checkpoint is in the middle of an epoch"),
     Mutant("config/compatibility.py", "    if number != FORMAT:", "    if False:",

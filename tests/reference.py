@@ -14,10 +14,9 @@ import yaml
 
 from accel_train.cli.help import help_texts, written
 from accel_train.config.declaration import ONE_START, DecidesSamples, Free
-from accel_train.config.option_types import choices, declared, in_words, option_types, value
 from accel_train.config.options import parse
 from accel_train.config.recipe import read_recipe, recipe_names
-from accel_train.config.schema import Config
+from accel_train.config.schema import Config, choices, declared, in_words, option_types, value
 
 DOCS = Path(__file__).parent.parent / "docs"
 BUILT = ("options.md", "recipes.md", "example_report.html")

@@ -7,8 +7,7 @@ import torch
 
 from accel_train.config.declaration import BEST_METRICS, NAMES_OF_FIGURES
 from accel_train.config.declaration import LOSSES as CHECKED_NAMES
-from accel_train.config.option_types import choices, option_types
-from accel_train.config.schema import Loss
+from accel_train.config.schema import Loss, choices, option_types
 from accel_train.data.sources import load
 from accel_train.optim.loss import LOSSES, MULTI_LABEL_LOSSES, create_loss
 from accel_train.records.metrics import LOWER_IS_BETTER, METRICS, MULTI_LABEL_METRICS

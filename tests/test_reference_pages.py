@@ -11,10 +11,9 @@ from pathlib import Path
 import reference
 import yaml
 
-from accel_train.config.option_types import option_types, value
 from accel_train.config.options import parse
 from accel_train.config.recipe import recipe_names
-from accel_train.config.schema import Config
+from accel_train.config.schema import Config, option_types, value
 
 DOCS = reference.DOCS
 

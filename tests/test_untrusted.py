@@ -20,7 +20,7 @@ from PIL import Image
 
 from accel_train import cli
 from accel_train.checkpoint.weights import RunWeights
-from accel_train.cli.runs import _epoch as epoch_of
+from accel_train.cli.results import _epoch as epoch_of
 from accel_train.config.recipe import read_recipe
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import FileImages
@@ -269,7 +269,7 @@ EXCEPTIONS = {
     "tools.doctor.storage": "its own scratch folder", "tools.export.export": "a new folder",
     "tools.export.formats": "a new folder",
     "checkpoint.own_optimizer": "bytes in memory, which it has just written",
-    "cli.predict": "temporary files beside what the user names", "cli.recipes": "what the user names",
+    "cli.evaluate": "temporary files beside what the user names", "cli.recipes": "what the user names",
     "tools.shards": "a folder that it has just made",
     # Checked before
     "checkpoint.format": "verify_files has found regular files", "checkpoint.weights": "require_regular_file",

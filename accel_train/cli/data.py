@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from accel_train.cli.common import below_one, importing
+from accel_train.config.checks import out_of_bounds
 from accel_train.config.declaration import Word, bytes_of
-from accel_train.config.option_types import out_of_bounds
 from accel_train.config.options import CommandOptions, parse_command, parse_settings
 from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config, Data

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from accel_train.config.declaration import Word
-from accel_train.config.option_types import UNIONS, choices, is_or_contains, option_types, takes_many_values, words_of
 from accel_train.config.options import NEUTRAL_IN_WORDS, CommandOptions, parse, parse_command
 from accel_train.config.recipe import recipe_names
-from accel_train.config.schema import Config
+from accel_train.config.schema import UNIONS, Config, choices, is_or_contains, option_types, takes_many_values, words_of
 from accel_train.errors import UserError, nearest, one_line, wrapped
 
 COMMON = (

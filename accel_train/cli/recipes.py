@@ -1,8 +1,10 @@
-"""Commands about a recipe, before it is trained: `accel-train recipes`, `preview`, `find-lr` and `bench`."""
+"""Before a training: `accel-train recipes`, `preview`, `find-lr`, `bench` and `init`."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,17 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from accel_train.cli.common import below_one, importing, without_run, wrong_endings
-from accel_train.cli.table import print_table
-from accel_train.config.declaration import RECIPE, Word
-from accel_train.config.option_types import value
+from accel_train.cli.common import below_one, importing, print_table, without_run, wrong_endings
+from accel_train.config.declaration import RECIPE_WORD, Word
 from accel_train.config.options import CommandOptions, parse_command, parse_command_of_recipe
 from accel_train.config.recipe import read_recipe, recipe_names
-from accel_train.config.schema import Config
+from accel_train.config.schema import Config, value
 from accel_train.data.sources.root import check_root
 from accel_train.errors import LOGGER, UserError, counted, is_terminal, print_line, raise_mistakes, writing
-from accel_train.files import check_writable
+from accel_train.files import atomic_write, check_writable
 from accel_train.launch.environment import prepare_environment
+from accel_train.starter import GITIGNORE, RECIPE, starter_files
+from accel_train.untrusted import read_regular_file
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Preview(CommandOptions):
 
     TRAIN_OPTIONS = ("",)
 
-    recipe: Annotated[str, RECIPE]
+    recipe: Annotated[str, RECIPE_WORD]
     """A recipe, as for train."""
     images: int = 8
     """How many training images to show."""
@@ -103,7 +105,7 @@ class FindLr(CommandOptions):
 
     TRAIN_OPTIONS = ("",)
 
-    recipe: Annotated[str, RECIPE]
+    recipe: Annotated[str, RECIPE_WORD]
     """A recipe, as for train."""
     updates: int = 100
     """How many updates, at least 10. The rate grows by the same factor at each, from 1e-6 to 10."""
@@ -156,7 +158,7 @@ class Bench(CommandOptions):
 
     TRAIN_OPTIONS = ("",)
 
-    recipe: Annotated[str, RECIPE]
+    recipe: Annotated[str, RECIPE_WORD]
     """A recipe, as for train."""
     rounds: int = 5
     """Number of times that everything is measured, in turns."""
@@ -224,3 +226,72 @@ def print_figures(figures: dict[str, Any]) -> None:
 def _cells(measured: dict[str, Any], form: str) -> list[str]:
     low, high = form.format(measured["low"]), form.format(measured["high"])
     return [form.format(measured["median"]), f"{low} - {high}"]
+
+
+@dataclass(frozen=True)
+class Init(CommandOptions):
+    """Write accelerate's config files, job scripts for Slurm and PBS, and a commented recipe into a folder.
+
+    Existing files are never overwritten: if one of them differs, nothing is written. If there is no .venv in the
+    folder, it becomes a link to the virtual environment of this program, which the job scripts activate.
+    """
+
+    dir: Annotated[Path, Word("DIR")]
+    """The folder; it is created if it does not exist."""
+
+
+def init(arguments: Sequence[str]) -> int:
+    """Run `accel-train init`; return the exit code."""
+    options, _ = parse_command(Init, arguments)
+    folder = options.dir.expanduser()
+    files = starter_files()
+    if os.path.lexists(folder / GITIGNORE):
+        del files[GITIGNORE]
+    contents = {folder / name: read_regular_file(path, follow=True) for name, path in files.items()}
+    if different := [str(path) for path, content in contents.items() if _differs(path, content)]:
+        raise UserError(
+            f"accel-train init: nothing was written, because these exist and differ from what would be written: "
+            f"{', '.join(different)}. Move them away, or name another folder."
+        )
+    new = [path for path in contents if not path.exists()]
+    try:
+        for path in new:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, contents[path])
+    except OSError as error:
+        raise UserError(
+            f"accel-train init: cannot write into {folder} ({error.strerror}: {error.filename}). No file is "
+            "incomplete, and the same command writes those that are missing."
+        ) from error
+    environment = _link_environment(folder)
+    print_line(f"{folder}: wrote {counted(len(new), 'file')}; {len(contents) - len(new)} were there already")
+    print_line("  accelerate_configs/   where to train: devices, processes, precision")
+    print_line(
+        "  slurm/  pbs/          job scripts; edit the first lines and the block ENVIRONMENT of the one that you use"
+    )
+    print_line(f"  {RECIPE}           what to learn, with an explanation of each option")
+    if environment:
+        print_line(f"  .venv                 a link to {environment}, which the job scripts activate")
+    there = "" if folder == Path() else f" cd {shlex.quote(str(folder))} &&"
+    print_line(f"Next:{there} accel-train train {RECIPE}")
+    return 0
+
+
+def _differs(path: Path, content: bytes) -> bool:
+    """Whether something other than this `content` is in the place of a file that is to be written."""
+    try:
+        return os.path.lexists(path) and read_regular_file(path, follow=True) != content
+    except OSError:
+        return True
+
+
+def _link_environment(folder: Path) -> str | None:
+    """Link folder/.venv to this program's virtual environment, and return its path; None if there is none to link."""
+    link = folder / ".venv"
+    if sys.prefix == sys.base_prefix or not Path(sys.prefix, "bin", "activate").is_file() or os.path.lexists(link):
+        return None
+    try:
+        link.symlink_to(sys.prefix)
+    except OSError:  # a file system without links: the user activates it in the job script
+        return None
+    return sys.prefix

@@ -1,19 +1,29 @@
-"""`accel-train train`."""
+"""`accel-train train`, and `doctor`, whose checks a training starts with."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from accel_train.cli.common import importing
-from accel_train.cli.doctor import checks_of_start
+from accel_train.cli.common import importing, print_table
+from accel_train.config.declaration import RECIPE_WORD
+from accel_train.config.options import CommandOptions, parse_command_of_recipe
 from accel_train.data.sources.root import check_root
-from accel_train.errors import UnsavedError, UserError, print_line
+from accel_train.errors import UnsavedError, UserError, nearest, print_line, writing
+from accel_train.files import atomic_write
 from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process, prepare_environment
 from accel_train.launch.parent import record_stop_signal, recorded, stop_signals
 from accel_train.launch.process import CODE, start_folder, tell_job_script
+
+if TYPE_CHECKING:
+    from accel_train.tools.doctor.check import Finding
+    from accel_train.tools.doctor.doctor import Diagnosis, StartDoctor
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -75,3 +85,97 @@ def _train(arguments: Sequence[str]) -> int:
         stopped_by, code = error.stopped_by, 1
     end_world()
     return INTERRUPTED if stopped_by == "SIGINT" and at_terminal() else code
+
+
+VARIABLE, MODES = "DOCTOR", ("print", "strict", "off")
+"""Set by job scripts: whether the start of a training prints what the doctor finds, and ends if a check fails."""
+
+
+@dataclass(frozen=True)
+class Doctor(CommandOptions):
+    """Check nodes, data and job limits before a long run.
+
+    Start it the way you start the training, with the same options: accelerate launch … -m accel_train doctor RECIPE.
+    Each check reports PASS, WARN, FAIL or n/a, the measured and the expected value. If one fails, the exit code is 1.
+    """
+
+    TRAIN_OPTIONS = ("",)
+
+    recipe: Annotated[str, RECIPE_WORD] = "digits"
+    """A recipe, as for train."""
+    skip: tuple[str, ...] = ()
+    """Names of checks to leave out."""
+    json: Path | None = None
+    """Write the findings to this file, too."""
+
+    def mistakes(self) -> list[str]:
+        if self.json is not None and self.json.is_dir():
+            return [f"--json: {self.json} is a folder; name a file in it."]
+        return []
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Run `accel-train doctor`; return the exit code."""
+    options, config = parse_command_of_recipe(Doctor, arguments)
+    launch = prepare_environment()
+    with importing(config.recipe):
+        from accel_train.launch.agreement import end_world
+        from accel_train.tools.doctor.doctor import doctor
+
+    diagnosis = doctor(launch, config, skip=options.skip)
+    end_world()
+    if launch.rank == 0:
+        found = diagnosis.findings
+        rows = [[finding.status, name, finding.measured, finding.expected] for name, finding in found.items()]
+        print_table(("status", "check", "measured", "expected"), rows)
+        for name, finding in found.items():
+            if finding.status in ("WARN", "FAIL"):
+                print_line(f"{finding.status} {name}: {finding.advice}")
+        print_line(_summary(found, diagnosis.seconds))
+        if options.json is not None:
+            checks = [{"name": name, **asdict(finding)} for name, finding in found.items()]
+            with writing("--json", options.json):
+                atomic_write(options.json, json.dumps({"checks": checks}, indent=2) + "\n")
+    return int(bool(diagnosis.failed))
+
+
+def _summary(findings: Mapping[str, Finding], seconds: float) -> str:
+    statuses = [finding.status for finding in findings.values()]
+    counts = [f"{statuses.count(status)} {status}" for status in ("FAIL", "WARN", "PASS", "n/a") if status in statuses]
+    return f"{', '.join(counts)} in {seconds:.1f} s"
+
+
+def checks_of_start(rank: int) -> StartDoctor | None:
+    """Return what checks the start of a training, as the variable DOCTOR says; None without it.
+
+    `rank`: of this process. The first one prints.
+    """
+    mode = os.environ.get(VARIABLE, "off")
+    if mode not in MODES:  # a job that has waited for days must not end by this
+        if rank == 0:
+            hint = nearest(mode, MODES)
+            print_line(f"warning: {VARIABLE} is {mode!r}; expected {', '.join(MODES)}.{hint} It counts as print.")
+        mode = "print"
+    if mode == "off":
+        return None
+    from accel_train.tools.doctor.doctor import StartDoctor
+
+    seen: dict[str, Finding] = {}
+
+    def report(diagnosis: Diagnosis, is_last: bool) -> None:
+        seen.update(diagnosis.findings)
+        if rank == 0:
+            for name, finding in diagnosis.findings.items():
+                if finding.status in ("WARN", "FAIL"):
+                    print_line(
+                        f"{finding.status} {name}: {finding.measured}; expected {finding.expected}. {finding.advice}"
+                    )
+            if is_last or (diagnosis.failed and mode == "strict"):
+                print_line(f"accel-train doctor: {_summary(seen, diagnosis.seconds)}")
+        if diagnosis.failed and mode == "strict":
+            failed = ", ".join(diagnosis.failed)
+            raise UserError(
+                f"{VARIABLE}=strict, and these checks failed: {failed} (see above). The training was not started."
+            )
+
+    return StartDoctor(report)

@@ -15,9 +15,7 @@ from typing import Any
 
 from accel_train import __version__
 from accel_train.config.declaration import ONE_START, OWN_SCHEDULE, DecidesSamples, EndsRun, Free
-from accel_train.config.option_types import declared
-from accel_train.config.origin import compare_by_content
-from accel_train.config.schema import Config, as_dict
+from accel_train.config.schema import Config, as_dict, declared
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import PREFIXES, metric_name, parse_reference, short_name
 
@@ -116,7 +114,7 @@ def differences(
     changes = {
         key: f"{old[key]} -> {new[key]}" for key in new if old[key] != new[key] and not is_under(key, START_KEYS)
     }
-    changes = compare_by_content(changes, old, new)
+    changes = _compare_by_content(changes, old, new)
     explained = any(key in changes for key in (*SAMPLE_KEYS, "data.skip-unreadable"))
     if samples is not None and samples[0] != samples[1] and not explained:
         changes["data"] = f"{samples[0]} -> {samples[1]} training samples"
@@ -124,6 +122,27 @@ def differences(
         what, verb = ("table", "has") if config.data.order == "full" else ("shards", "have")
         changes["data"] = f"the {what} {verb} changed"
     return changes
+
+
+def _compare_by_content(changes: dict[str, str], old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Return the changes between two flat configurations, in which weights are compared by content, not by path.
+
+    What differs in the origin becomes a change of the option that named it, model.weights or model.name.
+    """
+    named = {"origin.model", "origin.weights"}
+    content = {key: text for key, text in changes.items() if key.startswith("origin.") and key not in named}
+    rest = {key: text for key, text in changes.items() if not key.startswith("origin.")}
+    if content:
+        option = "model.weights" if old["model.weights"] or new["model.weights"] else "model.name"
+        shown = [key for key in content if key in ("origin.sha256", "origin.architecture")] or list(content)
+        before, after = (
+            ", ".join(f"{key.removeprefix('origin.')} {str(flat[key])[:12]}" for key in shown) for flat in (old, new)
+        )
+        if option not in rest or old[option] == new[option]:
+            rest[option] = f"{old[option]} ({before}) -> {new[option]} ({after})"
+    elif new["origin.sha256"]:
+        rest.pop("model.weights", None)
+    return rest
 
 
 def not_allowed(changes: Iterable[str], config: Config, allow: Iterable[str]) -> list[str]:

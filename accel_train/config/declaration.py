@@ -224,5 +224,5 @@ class Word:
     """As the help shows it."""
 
 
-RECIPE = Word("RECIPE")
-RUN = Word("RUN")
+RECIPE_WORD = Word("RECIPE")
+RUN_WORD = Word("RUN")

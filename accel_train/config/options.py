@@ -6,34 +6,33 @@ gets the same message in a file and on the command line, with its origin. All mi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import types
+import typing
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-from accel_train.config.contradictions import contradictions
+from accel_train.config.checks import contradictions, out_of_bounds, unread
 from accel_train.config.declaration import Bound
-from accel_train.config.option_types import (
+from accel_train.config.recipe import Option, Recipe, not_a_run, read_recipe, read_settings
+from accel_train.config.schema import (
+    UNIONS,
+    Config,
     OptionTypes,
-    as_words,
     choices,
     declared,
     groups,
     in_words,
     option_types,
-    out_of_bounds,
-    read_arguments,
     takes_many_values,
-    to_value,
-    unknown_option,
-    unread,
     value,
     words_of,
 )
-from accel_train.config.recipe import Option, Recipe, not_a_run, read_recipe, read_settings
-from accel_train.config.schema import Config
-from accel_train.errors import UserError, nearest, raise_mistakes
+from accel_train.config.url import url_of
+from accel_train.errors import UserError, how_to_get, nearest, raise_mistakes
 from accel_train.user_code.reference import PREFIXES, resolve, texts_of
 from accel_train.user_code.reference import mistakes as code_mistakes
 
@@ -294,3 +293,179 @@ def _with(settings: T, name: str, setting: Any) -> T:
     group, _, rest = name.partition(".")
     setting = _with(getattr(settings, group), rest, setting) if rest else setting
     return dataclasses.replace(settings, **{group: setting})  # type: ignore[type-var]
+
+
+# --- words to options and values --------------------------------------------------------------------------
+
+COMMAND_LINE = "command line"
+CLOSE = 0.75  # of a typo to the name of an option
+
+
+def read_arguments(
+    arguments: Sequence[str], known: OptionTypes, mistakes: list[str], words: list[str] | None = None
+) -> dict[str, Option]:
+    """Return the options `--key value…` or `--key=value` of a command line, by key. The last one of a key counts.
+
+    A key is written with '_' or '-'; a switch (of type bool) needs no value. Negative numbers are values. Unknown
+    options, and words that belong to no option, are left out; a message for each is added to `mistakes`.
+
+    With `words` a word that belongs to no option is added to these. Then an option takes one word, a switch only true
+    or false, and an option of many values all words up to the next option; else each of them takes all of these.
+    """
+    options: dict[str, Option] = {}
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
+        if words is not None and not looks_like_option(word):
+            words.append(word)
+            continue
+        key, equals, value = word[2:].partition("=")
+        key = key.replace("_", "-")
+        kind = known.get(key)
+        values, most = ([value], 0) if equals else ([], len(remaining))
+        if words is not None and kind is bool:
+            most = int(most > 0 and remaining[0].lower() in ("true", "false"))
+        elif words is not None and not takes_many_values(kind):
+            most = min(most, 1)
+        while most and not looks_like_option(remaining[0]):
+            values.append(remaining.pop(0))
+            most -= 1
+        if not word.startswith("--") or word == "--":
+            mistakes.append(f"{word!r}: neither an option nor the value of one; options are written --key value.")
+            continue
+        if key not in known:
+            mistakes.append(unknown_option(key, COMMAND_LINE, known))
+            continue
+        if not values and kind is bool:
+            values = ["true"]
+        options[key] = Option(key, tuple(values), COMMAND_LINE)
+    return options
+
+
+def looks_like_option(word: str) -> bool:
+    """Whether the word begins with "-" and is not a negative number."""
+    if not word.startswith("-") or word == "-":
+        return False
+    with contextlib.suppress(ValueError):
+        float(word)
+        return False
+    return True
+
+
+def as_words(option: Option) -> list[str]:
+    """Return the words of a command line that give the option."""
+    return [f"--{option.key}", *option.values] if len(option.values) != 1 else [f"--{option.key}={option.values[0]}"]
+
+
+def to_value(kind: Any, words: Sequence[str]) -> Any:
+    """Return the value of the type `kind` that the words give. Raises ValueError if they do not fit.
+
+    none, null and ~ are None where that is a value; ~/ is the home folder in paths only.
+    """
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in UNIONS:
+        if types.NoneType in parts and len(words) == 1 and words[0].lower() in ("none", "null", "~"):
+            return None
+        for part in (part for part in parts if part is not types.NoneType):
+            with contextlib.suppress(ValueError):
+                return to_value(part, words)
+        raise ValueError
+    if origin is tuple:
+        if parts[-1] is not ... and len(words) != len(parts):
+            raise ValueError
+        return tuple(to_value(parts[0], [word]) for word in words)
+    (word,) = words
+    if origin is Literal or kind is bool:
+        values = {part: part for part in parts} if parts else {"true": True, "false": False}
+        word = word if parts else word.lower()
+        if word not in values:
+            raise ValueError
+        return values[word]
+    if kind is Path:
+        if "://" in word:
+            return url_of(word)
+        return Path(word).expanduser() if word.startswith("~/") else Path(word)
+    return kind(word)
+
+
+# --- options that do not exist ----------------------------------------------------------------------------
+
+
+def unknown_option(key: str, origin: str, known: OptionTypes) -> str:
+    """Return the message for an option that does not exist. `origin`: the file and line where it was given.
+
+    The message proposes what the option is called here if another trainer calls it so; else the options with the same
+    last part (lr: optim.lr); else one with almost the same name.
+    """
+    hint = advice(key, known)
+    if key in groups(known):
+        keys = ", ".join(name for name in known if name.startswith(f"{key}."))
+        return f"--{key}: a group of options, not one ({origin}).{hint or f' In it: {keys}.'}"
+    last = key.rpartition(".")[2]
+    by_last: dict[str, list[str]] = {}
+    for name in known:
+        by_last.setdefault(name.rpartition(".")[2], []).append(name)
+    same = by_last.get(last, [])
+    hint = hint or (nearest(key, same) if "." in key else "")
+    if not hint and same:
+        hint = f" Did you mean {' or '.join(map(repr, same))}?"
+    hint = hint or nearest(key, known, least=CLOSE)
+    if not hint:
+        hint = next((nearest(name, by_last[name]) for name in by_last if nearest(last, [name], least=CLOSE)), "")
+    return f"--{key}: unknown option ({origin}).{hint}"
+
+
+SYNONYMS = {
+    "optim.lr": "learning-rate base-lr initial-lr lr0",
+    "optim.name": "optimizer opt optim",
+    "optim.weight-decay": "wd weightdecay",
+    "optim.clip": "grad-clip clip-grad clip-grad-norm gradient-clip-val max-grad-norm",
+    "batch-size": "bs batch train-batch-size",
+    "micro-batch-size": "gradient-accumulation-steps accumulate-grad-batches per-device-train-batch-size",
+    "epochs": "max-epochs num-epochs num-train-epochs",
+    "stop.updates": "max-steps max-updates",
+    "stop.patience-epochs": "early-stopping patience",
+    "schedule.name": "scheduler lr-scheduler sched lr-scheduler-type",
+    "schedule.warmup-epochs": "warmup lr-warmup-epochs",
+    "model.name": "model arch architecture",
+    "model.image-size": "img-size imgsz input-size train-crop-size",
+    "model.pretrained": "finetune",
+    "data.root": "data-dir data-path datadir",
+    "data.name": "dataset dataset-name",
+    "data.workers": "num-workers nworkers dataloader-num-workers",
+    "augment.policy": "aa auto-augment",
+    "augment.crop-fraction": "crop-pct",
+    "augment.flip": "hflip fliplr",
+    "augment.vertical-flip": "vflip flipud",
+    "augment.erase": "reprob random-erase",
+    "loss.label-smoothing": "smoothing",
+    "output-dir": "output save-dir out-dir log-dir work-dir default-root-dir",
+    "log-every-updates": "log-interval print-freq logging-steps log-every-n-steps",
+    "trackers": "logger report-to log-wandb",
+    "bitwise": "deterministic use-deterministic-algorithms",
+}
+"""Option here -> its names elsewhere."""
+LAUNCH = {
+    "--mixed_precision bf16": "amp bf16 precision mixed-precision amp-dtype",
+    "--mixed_precision fp16": "fp16 half",
+    "--num_processes N": "gpus num-gpus n-gpus nproc-per-node world-size devices",
+    "--num_machines N": "nodes num-nodes nnodes",
+    "--dynamo_backend inductor": "compile torchcompile",
+    "--config_file accelerate_configs/fsdp2.yaml": "fsdp deepspeed",
+    "--config_file accelerate_configs/multi_gpu.yaml": "device strategy accelerator ddp distributed local-rank",
+}
+"""Option of accelerate launch -> its names elsewhere."""
+
+
+def advice(key: str, known: Container[str]) -> str:
+    """Return a sentence that helps a user who gives the unknown option `key` ("optim.learning-rate"), or "".
+
+    `known`: the options of this command; no others are proposed.
+    """
+    word = key.lower().rpartition(".")[2]
+    for option, names in LAUNCH.items():
+        if word in names.split() and "data.root" in known:
+            where = f"accelerate launch {option} …; see accelerate_configs/."
+            return f" Set it on the launch command: {where}{how_to_get('accelerate_configs/')}"
+    meant = next((option for option, names in SYNONYMS.items() if word in names.split()), "")
+    return f" Did you mean {meant!r}?" if meant in known else ""

@@ -5,16 +5,21 @@ the launcher and is not part of `Config`.
 
 All that there is to say about an option is said here, once: its type, bounds (POSITIVE, …), whether it may change when
 a run goes on (Free, …), its default, and its help text in the string under it. Values that do not fit each other are in
-contradictions.py.
+checks.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
+import types
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from accel_train.config.declaration import (
     ABOVE_0,
@@ -52,31 +57,42 @@ from accel_train.config.declaration import (
     Free,
     Interpolation,
     Needs,
+    Word,
 )
-from accel_train.config.origin import Origin
 from accel_train.config.url import is_url
-from accel_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Facts about the initial weights, saved in the run so that it can resume without these weights.
+
+    Of a model with a name such as hf-hub:ORG/NAME, and of --model.weights. Every field is empty for other runs.
+    """
+
+    model: str = ""
+    """The model.name that `architecture` belongs to."""
+    weights: str = ""
+    """The model.weights that was read, as the user wrote it."""
+    architecture: str = ""
+    """For hf-hub: and local-dir:, what their config.json says, as JSON: timm's name, arguments and configuration."""
+    sha256: str = ""
+    """Of the file of weights."""
+    image_size: int | None = None
+    """Height and width of the images that the weights were trained with."""
+    mean: tuple[float, ...] | None = None
+    """Subtracted from each channel (0 to 1) when the weights were trained."""
+    std: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Data:
-    name: Annotated[
-        str,
-        DECIDES_SAMPLES,
-    ] = "digits"
+    name: Annotated[str, DECIDES_SAMPLES] = "digits"
     """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, csv (data.root is the table), synthetic,
     tar, wds, torch/NAME, hfds/NAME, or your own FILE.py:FUNCTION."""
-    root: Annotated[
-        Path,
-        Free("the next machine may keep the same data in another folder"),
-    ] = Path("data")
+    root: Annotated[Path, Free("the next machine may keep the same data in another folder")] = Path("data")
     """Folder of the dataset, a table, or the folder torchvision downloads to; tar, wds, hfds/parquet: also the URL
     of a folder or of files: s3://bucket/train, https://host/train-{0000..0127}.tar, hf://datasets/user/name."""
-    val_fraction: Annotated[
-        float,
-        PART,
-        DECIDES_SAMPLES,
-    ] = 0.0
+    val_fraction: Annotated[float, PART, DECIDES_SAMPLES] = 0.0
     """Fraction of the training samples for validation, if the dataset has no such split."""
     test_fraction: Annotated[float, PART, DECIDES_SAMPLES] = 0.0
     """Fraction of the samples for the test, if the dataset has no such split."""
@@ -88,18 +104,11 @@ class Data:
     """The same for the test; default: test or testing."""
     only_classes: Annotated[tuple[str, ...], DECIDES_SAMPLES] = ()
     """Use only the images of these classes, by name; their order is that of the model's outputs. Default: all."""
-    train_limit: Annotated[
-        int | None,
-        POSITIVE,
-        DECIDES_SAMPLES,
-    ] = None
+    train_limit: Annotated[int | None, POSITIVE, DECIDES_SAMPLES] = None
     """Use only this many training samples."""
     test_limit: Annotated[int | None, POSITIVE] = None
     """Use only this many samples of the validation split, and of the test split."""
-    sampler: Annotated[
-        Literal["shuffle", "balanced", "weights"],
-        DECIDES_SAMPLES,
-    ] = "shuffle"
+    sampler: Annotated[Literal["shuffle", "balanced", "weights"], DECIDES_SAMPLES] = "shuffle"
     """shuffle: each training sample once an epoch; balanced: draw each class equally often, in an epoch of the same
     length; weights: draw samples by their weights in the data."""
     order: Annotated[Literal["full", "shards"], DECIDES_SAMPLES] = "full"
@@ -122,8 +131,7 @@ class Data:
     verify: Annotated[bool, Free("it compares the images with their index, and changes none")] = False
     """Compare all image files and tar headers with the index of the data at the start, and make it anew."""
     placement: Annotated[
-        Literal["auto", "device", "host", "disk"],
-        Free("where the pixels are kept, not their values"),
+        Literal["auto", "device", "host", "disk"], Free("where the pixels are kept, not their values")
     ] = "auto"
     """Where images are kept: device memory, host memory or disk; auto: the fastest with enough room."""
     stage: Annotated[Path | None, Free("where the files are copied to, not what is in them")] = None
@@ -145,11 +153,7 @@ class Data:
     )
     """The values of black and white in images of more than 8 bits, such as 0 1 or 0 4095; default: 0 65535 for 16 bits;
     floats and 32-bit integers have none, and are refused."""
-    workers: Annotated[
-        int | None,
-        NOT_NEGATIVE,
-        Free("how an update is computed, not its result"),
-    ] = None
+    workers: Annotated[int | None, NOT_NEGATIVE, Free("how an update is computed, not its result")] = None
     """Image-loading workers of each process; default: 0 for data in memory, else all cores."""
     channels: Annotated[int, Bound("1 or 3", lambda x: x in (1, 3))] = 3
     """Image files: 1 converts them to greyscale. synthetic: 1 or 3."""
@@ -188,10 +192,7 @@ class Augment:
     """Probability of a horizontal flip."""
     vertical_flip: Annotated[float, FRACTION] = 0.0
     """Probability of a vertical flip."""
-    policy: Annotated[
-        str,
-        POLICY,
-    ] = "none"
+    policy: Annotated[str, POLICY] = "none"
     """What changes the colours and geometry of each image. torchvision's randaugment, trivialaugment, augmix,
     autoaugment (the one for ImageNet), autoaugment_cifar10 and autoaugment_svhn; or timm's, as timm writes them:
     rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original-mstd0.5, v0, 3a, …"""
@@ -201,9 +202,7 @@ class Augment:
     randaugment_ops: Annotated[int, POSITIVE, Needs("augment.policy", ("randaugment",))] = 2
     """randaugment: number of operations on each image."""
     randaugment_magnitude: Annotated[
-        int,
-        Bound("a number from 0 to 30", lambda x: 0 <= x <= 30),
-        Needs("augment.policy", ("randaugment",)),
+        int, Bound("a number from 0 to 30", lambda x: 0 <= x <= 30), Needs("augment.policy", ("randaugment",))
     ] = 9
     """randaugment: strength of each operation, 0 to 30, as in torchvision: 9 turns by 9 degrees. timm's rand-m9 turns
     by 27, and leaves out half of the operations."""
@@ -292,10 +291,7 @@ class Model:
     """Dropout rate before the classifier, if the model has dropout; default: the model's."""
     drop_path: Annotated[float | None, FRACTION] = None
     """Stochastic depth rate, if the model has it; default: the model's."""
-    gradient_checkpointing: Annotated[
-        bool,
-        Free("how gradients are computed, not their values"),
-    ] = False
+    gradient_checkpointing: Annotated[bool, Free("how gradients are computed, not their values")] = False
     """Recompute activations in the backward pass: less memory, more time."""
     sync_batchnorm: bool = False
     """Compute BatchNorm statistics over the micro-batches of all processes (on GPUs), not over virtual batches."""
@@ -326,10 +322,7 @@ class Optim:
     """Learning rate of each layer, as a multiple (0 to 1) of the next layer's."""
     head_lr: Annotated[float | None, NOT_NEGATIVE] = None
     """Learning rate of the last layer, if another; the schedule changes both in the same proportion."""
-    clip: Annotated[
-        float | None,
-        POSITIVE,
-    ] = None
+    clip: Annotated[float | None, POSITIVE] = None
     """Clip gradients to this value; see optim.clip-mode."""
     clip_mode: Annotated[Literal["norm", "value", "agc"], Needs("optim.clip")] = "norm"
     """Clip by the norm of all gradients, by value, or by the norm of each weight (AGC; not with FSDP2)."""
@@ -342,10 +335,7 @@ class Schedule:
     of it, FILE.py:FUNCTION of (epoch, epochs). All but plateau depend on the update number alone."""
     per: Literal["update", "epoch"] = "update"
     """Change the learning rate at each update, or only where an epoch begins, as timm and torchvision do by default."""
-    warmup_epochs: Annotated[
-        float,
-        NOT_NEGATIVE,
-    ] = 0.0
+    warmup_epochs: Annotated[float, NOT_NEGATIVE] = 0.0
     """Epochs in which the learning rate rises from schedule.warmup-lr to optim.lr."""
     warmup_lr: Annotated[float, NOT_NEGATIVE, NEEDS_WARMUP] = 0.0
     """Learning rate at the start of the warm-up."""
@@ -353,25 +343,11 @@ class Schedule:
     """cosine, poly: fall from the end of the warm-up on; false: as if from the start (timm's default)."""
     min_lr: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", (*FALLING, "plateau"))] = 0.0
     """cosine, poly, one_cycle, plateau: lowest learning rate."""
-    step_epochs: Annotated[
-        float,
-        POSITIVE,
-        Needs("schedule.name", ("step",)),
-        STARTS_IN_EPOCH,
-    ] = 30.0
+    step_epochs: Annotated[float, POSITIVE, Needs("schedule.name", ("step",)), STARTS_IN_EPOCH] = 30.0
     """step: epochs from one decay to the next, counted from the start of the run."""
-    milestones: Annotated[
-        tuple[int, ...],
-        MILESTONES,
-        Needs("schedule.name", ("multistep",)),
-        STARTS_IN_EPOCH,
-    ] = ()
+    milestones: Annotated[tuple[int, ...], MILESTONES, Needs("schedule.name", ("multistep",)), STARTS_IN_EPOCH] = ()
     """multistep: epochs after which the learning rate decays."""
-    decay: Annotated[
-        float,
-        FRACTION,
-        Needs("schedule.name", ("step", "multistep", "plateau")),
-    ] = 0.1
+    decay: Annotated[float, FRACTION, Needs("schedule.name", ("step", "multistep", "plateau"))] = 0.1
     """step, multistep, plateau: factor of one decay."""
     power: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", ("poly",))] = 1.0
     """poly: exponent; 1 is a straight line to schedule.min-lr."""
@@ -413,18 +389,9 @@ class Ema:
 
 @dataclass(frozen=True)
 class Stop:
-    patience_epochs: Annotated[
-        int | None,
-        POSITIVE,
-        ENDS_RUN,
-    ] = None
+    patience_epochs: Annotated[int | None, POSITIVE, ENDS_RUN] = None
     """End the run after this many epochs without a better value of best-metric (early stopping); default: never."""
-    updates: Annotated[
-        int | None,
-        POSITIVE,
-        Free("a run may end earlier or later", unless=ENDING),
-        ENDS_RUN,
-    ] = None
+    updates: Annotated[int | None, POSITIVE, Free("a run may end earlier or later", unless=ENDING), ENDS_RUN] = None
     """End the run after this many updates, if epochs are not done earlier. What falls to the end of a run, falls until
     there: cosine, poly, one_cycle, and your own schedule."""
     hours: Annotated[float | None, POSITIVE, ENDS_RUN] = None
@@ -451,48 +418,24 @@ class Config:
     """Name of the recipe (set by the program)."""
     origin: Origin = field(default_factory=Origin)
     """What the weights were trained with (set by the program)."""
-    output_dir: Annotated[
-        Path | None,
-        ONE_START,
-    ] = None
+    output_dir: Annotated[Path | None, ONE_START] = None
     """Folder of the run; default: runs/RECIPE/DATE-TIME. If it contains an unfinished run, that run is resumed."""
     seed: Annotated[int, NOT_NEGATIVE, DECIDES_SAMPLES] = 0
     """Seed of everything random: weights, order, augmentation, dropout and splits."""
-    epochs: Annotated[
-        int | float,
-        POSITIVE,
-        Free("a run may become longer", unless=ENDING),
-        ENDS_RUN,
-    ] = 1
+    epochs: Annotated[int | float, POSITIVE, Free("a run may become longer", unless=ENDING), ENDS_RUN] = 1
     """Passes over the training data; the last may be a part: 2.5."""
-    batch_size: Annotated[
-        int,
-        POSITIVE,
-        Bound("a number of at most 2,000,000,000", lambda x: x <= 2_000_000_000),
-    ] = 64
+    batch_size: Annotated[int, POSITIVE, Bound("a number of at most 2,000,000,000", lambda x: x <= 2_000_000_000)] = 64
     """Samples per optimizer update, over all processes."""
-    micro_batch_size: Annotated[
-        int | None,
-        POSITIVE,
-        Free("how an update is computed, not its result"),
-    ] = None
+    micro_batch_size: Annotated[int | None, POSITIVE, Free("how an update is computed, not its result")] = None
     """Most samples per process and forward pass; determines gradient accumulation."""
     virtual_batch_size: Annotated[int | None, POSITIVE] = None
     """Samples that BatchNorm normalises together, on any number of processes; default: by the batch size, 16 to 32."""
     bitwise: bool = False
     """Compute the same weights on any number of processes to the last bit: slower."""
-    eval_batch_size: Annotated[
-        int | None,
-        POSITIVE,
-        Free("only what is measured"),
-    ] = None
+    eval_batch_size: Annotated[int | None, POSITIVE, Free("only what is measured")] = None
     """Samples per process and forward pass in evaluation; default: 256, or as in training
     if those are more; for a smaller split the next power of two."""
-    eval_every_epochs: Annotated[
-        int,
-        POSITIVE,
-        Free("only what is measured", unless=("plateau",)),
-    ] = 1
+    eval_every_epochs: Annotated[int, POSITIVE, Free("only what is measured", unless=("plateau",))] = 1
     """Evaluate after every N epochs, and after the last epoch."""
     eval_every_updates: Annotated[int | None, POSITIVE, Free("only what is measured")] = None
     """Evaluate after every N updates too."""
@@ -501,16 +444,9 @@ class Config:
     several labels), or the name of one of --metrics; default: accuracy or map."""
     metrics: Annotated[tuple[str, ...], Free("only what is measured")] = ()
     """More metrics of each evaluation: top5_accuracy, or your own, FILE.py:NAME (docs/own.md)."""
-    log_every_updates: Annotated[
-        int,
-        POSITIVE,
-        Free("only what is shown"),
-    ] = 50
+    log_every_updates: Annotated[int, POSITIVE, Free("only what is shown")] = 50
     """Write a line to metrics.jsonl (and to the log, if not on a terminal) every N updates."""
-    resume: Annotated[
-        str,
-        ONE_START,
-    ] = "auto"
+    resume: Annotated[str, ONE_START] = "auto"
     """auto: continue from the newest checkpoint of the run, if any; must: fail without one; never; or a path."""
     allow_change: Annotated[tuple[str, ...], ONE_START] = ()
     """Options (optim.lr, or a group: optim) that may differ from the resumed checkpoint's."""
@@ -526,10 +462,7 @@ class Config:
     """Without progress for this time, write the stacks of all threads and end the run; 0: never."""
     share_gpus: Annotated[bool, Free("where the run is computed")] = False
     """Let several processes of a node share one GPU: slow (gloo instead of NCCL), for tests."""
-    trackers: Annotated[
-        tuple[str, ...],
-        Free("only what is shown"),
-    ] = ()
+    trackers: Annotated[tuple[str, ...], Free("only what is shown")] = ()
     """Where to send the curves: tensorboard, wandb or mlflow (docs/evaluate.md)."""
     config_only: Annotated[bool, ONE_START] = False
     """Print the resolved configuration and the resulting plan, then stop."""
@@ -572,30 +505,103 @@ def best_metric(config: Config, *, multi_label: bool) -> str:
     return config.best_metric or ("map" if multi_label else "accuracy")
 
 
-def check_channels(augment: Augment, channels: int, full_scale: int) -> None:
-    """Raise UserError if images with this number of channels, and this pixel value for white, cannot be augmented."""
-    needs = {
-        f"policy {augment.policy}": augment.policy != "none",
-        "own": augment.own != "none",
-        "color-jitter": any(augment.color_jitter),
+# --- what the declarations say -------------------------------------------------------------------------
+
+OptionTypes = Mapping[str, Any]  # key of each option -> type of its value
+
+UNIONS = (typing.Union, types.UnionType)
+SET_BY_PROGRAM = ("recipe", "origin")
+"""The fields of `Config` that are not options."""
+
+
+@cache
+def option_types(cls: type[Any] = Config) -> OptionTypes:
+    """Return the options that are the fields of `cls`: key ("optim.weight-decay") -> type of its value."""
+    fields = _fields_of(cls)  # type: ignore[arg-type]
+    return {
+        key: kind
+        for key, (kind, parts) in fields.items()
+        if key.partition(".")[0] not in SET_BY_PROGRAM and not any(isinstance(part, Word) for part in parts)
     }
-    for option in (option for option, is_set in needs.items() if is_set):
-        if full_scale != 255:
-            raise UserError(
-                f"--augment.{option}: needs images of uint8; the data has float tensors. Return uint8 tensors or PIL "
-                "images from the Dataset, or turn it off."
-            )
-        if channels not in (1, 3) and option != "own":
-            raise UserError(
-                f"--augment.{option}: needs images of 1 or 3 channels; the data has {channels}. Turn it off."
-            )
-    if channels == 1 and any(augment.color_jitter[3:]):
-        raise UserError("--augment.color-jitter: the images are grey and have no hue; give 0 as the fourth number.")
 
 
-def check_resize(augment: Augment, size: int) -> None:
-    """Raise UserError if images are resized to less than the input of `size` pixels."""
-    if augment.resize is not None and augment.resize < size:
-        raise UserError(
-            f"--augment.resize: found {augment.resize}, but the model's input has {size} pixels; use {size} or more."
-        )
+def words_of(cls: type[Any]) -> dict[str, tuple[Any, Word]]:
+    """Return the fields of a command that are words without a key: name -> (type of its value, what is declared)."""
+    fields = _fields_of(cls)  # type: ignore[arg-type]
+    return {
+        key.replace("-", "_"): (kind, part)
+        for key, (kind, parts) in fields.items()
+        for part in parts
+        if isinstance(part, Word)
+    }
+
+
+M = TypeVar("M")
+
+
+def declared(marker: type[M]) -> list[tuple[str, M]]:
+    """Return what the fields of `Config` declare of this type: (key, the object)."""
+    return [(key, each) for key, (_, parts) in _fields_of(Config).items() for each in parts if isinstance(each, marker)]
+
+
+@cache
+def _fields_of(cls: type[Any]) -> dict[str, tuple[Any, tuple[object, ...]]]:
+    """The key of each field of `cls` and of its groups -> (its type, what is declared of its group, and of it)."""
+    result: dict[str, tuple[Any, tuple[object, ...]]] = {}
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for name in (each.name for each in dataclasses.fields(cls)):
+        hint = hints[name]
+        kind, *parts = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+        key = name.replace("_", "-")
+        if dataclasses.is_dataclass(kind) and name not in SET_BY_PROGRAM:
+            inside = _fields_of(typing.cast(type[Any], kind))  # type: ignore[arg-type]
+            result |= {f"{key}.{inner}": (of, (*parts, *own)) for inner, (of, own) in inside.items()}
+        else:
+            result[key] = kind, tuple(parts)
+    return result
+
+
+def value(config: Config, key: str) -> Any:
+    """Return the value of an option such as "optim.lr"."""
+    return operator.attrgetter(key.replace("-", "_"))(config)
+
+
+def groups(known: OptionTypes) -> set[str]:
+    """Return the names of the groups of options, such as "optim"."""
+    return {key.partition(".")[0] for key in known if "." in key}
+
+
+def is_or_contains(kind: Any, part: Any) -> bool:
+    """Whether the type `kind` is `part` (NoneType, Path, …) or a union that contains it."""
+    return part in (typing.get_args(kind) if typing.get_origin(kind) in UNIONS else (kind,))
+
+
+def takes_many_values(kind: Any) -> bool:
+    """Whether an option of this type is followed by several words."""
+    return any(typing.get_origin(part) is tuple for part in (kind, *typing.get_args(kind)))
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """Return the words that an option of this type accepts; () if it accepts others too."""
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+
+def in_words(kind: Any) -> str:
+    """Return what a value of this type looks like, such as "a whole number or none"."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return "one of " * (len(arguments) > 1) + ", ".join(arguments)
+    if origin is tuple:
+        count = "any number of" if arguments[-1] is ... else str(len(arguments))
+        return f"{count} {({int: 'whole numbers', float: 'numbers'}).get(arguments[0], 'words')}"
+    if is_or_contains(kind, types.NoneType):
+        return " or ".join(in_words(part) for part in arguments if part is not types.NoneType) + " or none"
+    words = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        int | float: "a number",
+        Path: "a path",
+        str: "text",
+    }
+    return words[kind]

@@ -15,7 +15,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel_train.config.schema import Augment, Config, Data, check_channels, check_resize
+from accel_train.config.checks import check_channels, check_resize
+from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.memory import MemoryLoader, Place, Placement, choose_place
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import (

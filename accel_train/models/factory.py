@@ -19,8 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_train.config.origin import Origin
-from accel_train.config.schema import Config, Model
+from accel_train.config.schema import Config, Model, Origin
 from accel_train.errors import UserError, nearest, reason_of
 from accel_train.keyed import key
 from accel_train.models.classifier import find_classifier, freeze

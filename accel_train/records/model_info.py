@@ -13,7 +13,7 @@ from typing import Any
 
 from accel_train import __version__
 from accel_train.config.compatibility import FORMAT, check_format
-from accel_train.config.origin import Origin, read_origin
+from accel_train.config.schema import Origin
 from accel_train.data.sources.files.images import is_value_range
 from accel_train.errors import UserError
 from accel_train.untrusted import is_count, is_number, parse_json, read_regular_file
@@ -85,7 +85,7 @@ def read_model_info(run: Path) -> ModelInfo:
             if not isinstance(values[name], list):
                 raise TypeError(f"{name} is not a list")
             values[name] = tuple(values[name])
-        values["origin"] = read_origin(values["origin"])
+        values["origin"] = _read_origin(values["origin"])
         if isinstance(values["range"], list):
             values["range"] = tuple(values["range"])
         info = ModelInfo(**values)
@@ -125,3 +125,21 @@ def _is_text(name: Any) -> bool:
     except (AttributeError, UnicodeEncodeError):
         return False
     return True
+
+
+def _read_origin(saved: Any) -> Origin:
+    """Return the Origin that a file contains as JSON. Raises ValueError and TypeError if it cannot be one."""
+    values = dict(saved)
+    for name in ("mean", "std"):
+        if values.get(name) is not None:
+            values[name] = tuple(float(number) for number in values[name])
+    origin = Origin(**values)
+    texts = origin.model, origin.weights, origin.architecture, origin.sha256
+    if not all(isinstance(text, str) for text in texts) or type(origin.image_size) not in (int, type(None)):
+        raise ValueError(f"origin is {str(saved)[:40]}")
+    if origin.architecture:
+        described = json.loads(origin.architecture)
+        kinds = {"name": str, "arguments": dict, "config": dict}
+        if not isinstance(described, dict) or any(not isinstance(described.get(k), t) for k, t in kinds.items()):
+            raise ValueError("origin.architecture is not one")
+    return origin

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.checkpoint.format import PACKAGES, versions
-from accel_train.config.option_types import value
-from accel_train.config.schema import Config
+from accel_train.config.schema import Config, value
 from accel_train.user_code.reference import (
     OBJECT,
     PREFIXES,

@@ -20,8 +20,7 @@ from accel_train.config.compatibility import (
     is_under,
     not_allowed,
 )
-from accel_train.config.option_types import value
-from accel_train.config.schema import Config
+from accel_train.config.schema import Config, value
 from accel_train.errors import UserError, counted
 from accel_train.launch.environment import Launch
 from accel_train.ownership.generation import is_late

@@ -13,8 +13,7 @@ from accelerate import Accelerator
 from accel_train.checkpoint.choose import find_newest_checkpoint, find_weights
 from accel_train.checkpoint.directory import MANIFEST, BrokenError, verify_files
 from accel_train.config.compatibility import learning_fingerprint
-from accel_train.config.origin import Origin
-from accel_train.config.schema import Config
+from accel_train.config.schema import Config, Origin
 from accel_train.data.sources.load import Splits, splits_of
 from accel_train.errors import UserError
 from accel_train.files import sha256

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.config.schema import Augment, check_resize
+from accel_train.config.checks import check_resize
+from accel_train.config.schema import Augment
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.folder import find_images, ignored_text
 from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, decode

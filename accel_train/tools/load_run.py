@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from accel_train import models
 from accel_train.checkpoint.weights import one_of_run
-from accel_train.config.option_types import value
 from accel_train.config.options import parse_run
-from accel_train.config.schema import Config, Model
+from accel_train.config.schema import Config, Model, value
 from accel_train.config.url import is_url
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.images import ImageError, decode, to_tensor

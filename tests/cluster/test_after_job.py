@@ -258,6 +258,6 @@ def test_without_a_job_script_it_is_refused(start: Start, monkeypatch: pytest.Mo
 
 def test_it_is_there_at_once() -> None:
     """A job that ends has 30 s: no torch, and nothing else that takes long to import."""
-    code = "import sys, accel_train.cli.after_job; print({'torch', 'accelerate', 'numpy'} & {*sys.modules})"
+    code = "import sys, accel_train.cli.jobs; print({'torch', 'accelerate', 'numpy'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -15,11 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel_train.config.declaration import BEST_METRICS, FALLING, LOSSES, WITHOUT_MOMENTUM, Needs, bytes_of
-from accel_train.config.option_types import declared, option_types
-from accel_train.config.options import parse, parse_command, parse_command_of_recipe, parse_settings
+from accel_train.config.options import LAUNCH, SYNONYMS, parse, parse_command, parse_command_of_recipe, parse_settings
 from accel_train.config.recipe import read_recipe, recipe_names
-from accel_train.config.schema import Config, Data, Optim, to_yaml
-from accel_train.config.synonyms import LAUNCH, OPTIONS
+from accel_train.config.schema import Config, Data, Optim, declared, option_types, to_yaml
 from accel_train.config.url import Url
 from accel_train.errors import UserError
 
@@ -264,8 +262,8 @@ def test_what_is_proposed_exists() -> None:
     from accelerate.commands.launch import launch_command_parser
 
     kinds = option_types()
-    assert OPTIONS.keys() <= kinds.keys()
-    words = [word for names in (*OPTIONS.values(), *LAUNCH.values()) for word in names.split()]
+    assert SYNONYMS.keys() <= kinds.keys()
+    words = [word for names in (*SYNONYMS.values(), *LAUNCH.values()) for word in names.split()]
     assert len(words) == len(set(words)) and not set(words) & kinds.keys()
     for command in LAUNCH:
         flag, value = command.split()
@@ -275,7 +273,7 @@ def test_what_is_proposed_exists() -> None:
 
 
 def test_only_options_of_the_command_are_proposed() -> None:
-    from accel_train.cli.predict import Predict
+    from accel_train.cli.evaluate import Predict
 
     def told_by_predict(word: str) -> str:
         with pytest.raises(UserError) as caught:

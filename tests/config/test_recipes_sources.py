@@ -12,9 +12,9 @@ import pytest
 import reference
 import yaml
 
-from accel_train.config.option_types import value
 from accel_train.config.options import parse
 from accel_train.config.recipe import RECIPES, recipe_names
+from accel_train.config.schema import value
 
 PUBLISHED: dict[str, dict[str, Any]] = reference.published()["recipes"]
 

@@ -20,8 +20,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from accel_train.config.origin import Origin
-from accel_train.config.schema import Config, Model
+from accel_train.config.schema import Config, Model, Origin
 from accel_train.errors import UserError
 from accel_train.records.model_info import read_model_info
 from accel_train.run.start import find_file

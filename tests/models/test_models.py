@@ -17,8 +17,7 @@ import torch
 import torchvision
 from torch import nn
 
-from accel_train.config.origin import Origin
-from accel_train.config.schema import Model
+from accel_train.config.schema import Model, Origin
 from accel_train.errors import UserError
 from accel_train.models import (
     classifier_names,
@@ -334,7 +333,7 @@ def test_no_network_is_one_line_and_imports_are_late(tmp_path: Path) -> None:
     program = """
 import sys
 from accel_train import models
-from accel_train.config.origin import Origin
+from accel_train.config.schema import Origin
 from accel_train.config.schema import Model
 from accel_train.errors import UserError
 

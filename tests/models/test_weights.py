@@ -14,8 +14,7 @@ import torchvision
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from accel_train.config.origin import Origin
-from accel_train.config.schema import Model
+from accel_train.config.schema import Model, Origin
 from accel_train.errors import UserError
 from accel_train.models import create_model
 from accel_train.models.weights import Weights, describe, load_into, read_state

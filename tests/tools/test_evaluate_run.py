@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from accel_train import cli
 from accel_train.checkpoint.choose import find_weights
-from accel_train.cli import evaluation_tables
+from accel_train.cli import evaluate as evaluate_command
 from accel_train.config.options import parse
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import Source, load_splits
@@ -112,7 +112,7 @@ def test_other_data_and_other_splits(run: Path) -> None:
 def test_the_worst_of_many_classes_are_shown(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation_tables, "SHOWN", 3)
+    monkeypatch.setattr(evaluate_command, "SHOWN", 3)
     accuracy = evaluated(run)["ema"]["class_accuracy"]
     out = capsys.readouterr().out
     rows = out.partition("confused with")[2].splitlines()[1:4]
@@ -127,7 +127,7 @@ def test_the_worst_of_many_classes_are_shown(
 def test_classes_without_an_image_are_told(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shown: int
 ) -> None:
-    monkeypatch.setattr(evaluation_tables, "SHOWN", shown)
+    monkeypatch.setattr(evaluate_command, "SHOWN", shown)
     confusion = evaluated(run, "--data.test-limit=4")["ema"]["confusion"]
     empty = [str(label) for label in range(10) if not sum(confusion[label])]
     assert 6 <= len(empty) < 10

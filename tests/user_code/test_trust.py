@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.config.option_types import value
 from accel_train.config.options import parse
-from accel_train.config.schema import to_yaml
+from accel_train.config.schema import to_yaml, value
 from accel_train.errors import UserError
 from accel_train.records.provenance import references
 from accel_train.tools.load_run import read_config

@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from accel_train.config.contradictions import divisors
+from accel_train.config.checks import divisors
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
 

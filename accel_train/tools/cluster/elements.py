@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accel_train.config.compatibility import START_KEYS
-from accel_train.config.option_types import option_types, takes_many_values, unknown_option
-from accel_train.config.options import parse_variants
+from accel_train.config.options import parse_variants, unknown_option
 from accel_train.config.recipe import Option
-from accel_train.config.schema import Config, to_yaml
+from accel_train.config.schema import Config, option_types, takes_many_values, to_yaml
 from accel_train.errors import UserError, raise_mistakes
 
 MOST = 10_000

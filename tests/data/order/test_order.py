@@ -9,7 +9,7 @@ from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.config.contradictions import divisors
+from accel_train.config.checks import divisors
 from accel_train.config.options import parse
 from accel_train.data.order.plan import Plan, accumulation_steps, divide_batch, micro_batch_sizes, virtual_batch_size
 from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, TrainingSampler

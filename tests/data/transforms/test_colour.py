@@ -12,7 +12,8 @@ from PIL import Image
 from scipy.stats import chisquare, ks_2samp
 from torchvision.transforms import v2
 
-from accel_train.config.schema import Augment, Config, Data, check_channels
+from accel_train.config.checks import check_channels
+from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler

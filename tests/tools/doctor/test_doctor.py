@@ -117,7 +117,7 @@ def test_a_training_is_checked_before_its_first_checkpoint(images: Path, tmp_pat
 
 
 def test_a_mistyped_mode_counts_as_print_and_is_said(monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:
-    from accel_train.cli.doctor import checks_of_start
+    from accel_train.cli.train import checks_of_start
 
     for mode, is_checked in (("stict", True), ("", True), ("off", False), ("print", True)):
         monkeypatch.setenv("DOCTOR", mode)

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from accel_train import cli
 from accel_train.config.options import parse
-from accel_train.config.origin import Origin
-from accel_train.config.schema import to_yaml
+from accel_train.config.schema import Origin, to_yaml
 from accel_train.models.factory import create_model
 from accel_train.models.weights import describe
 from accel_train.records.model_info import ModelInfo

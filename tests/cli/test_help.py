@@ -15,8 +15,8 @@ from test_dispatch import PROGRAM, accel_train
 
 from accel_train.cli.dispatch import COMMANDS, main
 from accel_train.cli.help import COMMON, groups, help_texts
-from accel_train.config.option_types import option_types
 from accel_train.config.recipe import recipe_names
+from accel_train.config.schema import option_types
 
 
 def test_help_shows_every_option_in_groups_with_the_commonest_first(capsys: pytest.CaptureFixture[str]) -> None:

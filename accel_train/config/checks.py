@@ -1,12 +1,30 @@
-"""Options whose values do not fit each other, though each is within its own bounds."""
+"""What is wrong with values of the right types: out of bounds, contradictory, unread, or unfit for the data."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from accel_train.config.declaration import BEST_METRICS, FALLING, NAMES_OF_FIGURES
-from accel_train.config.schema import Config, Loss, Model
+from accel_train.config.declaration import BEST_METRICS, FALLING, NAMES_OF_FIGURES, Bound, Needs, StartsInEpoch
+from accel_train.config.recipe import Option
+from accel_train.config.schema import Augment, Config, Loss, Model, declared, option_types, value
+from accel_train.errors import UserError
 from accel_train.user_code.reference import CHOSEN_METRICS, metric_name, parse_reference
+
+
+def out_of_bounds(config: Config) -> dict[str, str]:
+    """Return the options whose values are out of bounds: key -> the expected value, in words."""
+    mistakes: dict[str, str] = {}
+    for key, bound in declared(Bound):
+        setting = value(config, key)
+        if setting is not None and not bound.is_within(setting):
+            mistakes[key] = bound.expected
+    for key in option_types():
+        setting = value(config, key)
+        numbers = setting if isinstance(setting, tuple) else (setting,)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            mistakes.setdefault(key, "a finite number")
+    return mistakes
 
 
 def contradictions(config: Config) -> dict[str, str]:
@@ -82,3 +100,67 @@ def _contradictions_of_schedule(config: Config) -> dict[str, str]:
     if config.ema.scale_decay and schedule.name not in FALLING and not is_own:
         mistakes["ema.scale-decay"] = f"false without schedule.name {', '.join(FALLING)}, which fix the epochs, too"
     return mistakes
+
+
+def unread(config: Config, given: Mapping[str, Option]) -> list[str]:
+    """Return a message for each option of `given`, those of the command line, that nothing reads in this configuration.
+
+    An option that is turned off is not missed.
+    """
+    mistakes = []
+    asked = {key for key in given if value(config, key) or value(config, key) != value(Config(), key)}
+    for key, needs in declared(Needs):
+        if key in asked and (advice := _missing(config, needs)):
+            mistakes.append(f"--{key}: nothing reads it {advice}, or leave it out ({given[key].origin}).")
+    for key, _ in declared(StartsInEpoch):
+        epochs = value(config, key)
+        if key in asked and epochs and (min(epochs) if isinstance(epochs, tuple) else epochs) >= config.epochs:
+            mistakes.append(
+                f"--{key}: nothing reads it, because the run has {config.epochs:g} epochs; give fewer than these, or a "
+                f"larger --epochs, or leave it out ({given[key].origin})."
+            )
+    return mistakes
+
+
+def _missing(config: Config, needs: Needs) -> str:
+    """Return what keeps an option from being read, and what to give for it; "" if it is read."""
+    others = needs.options.split()
+    settings = [value(config, key) for key in others]
+    if needs.not_values:
+        return f"with {others[0]}={settings[0]}; choose another one" if settings[0] in needs.not_values else ""
+    if needs.values:
+        choice = f"--{others[0]} {' or '.join(needs.values)}"
+        return "" if settings[0] in needs.values else f"with {others[0]}={settings[0]}; give {choice}"
+    if any(settings):
+        return ""
+    true = " true" if settings[0] is False else ""
+    return f"without {' or '.join(others)}; give {' or '.join(f'--{key}{true}' for key in others)}"
+
+
+def check_channels(augment: Augment, channels: int, full_scale: int) -> None:
+    """Raise UserError if images with this number of channels, and this pixel value for white, cannot be augmented."""
+    needs = {
+        f"policy {augment.policy}": augment.policy != "none",
+        "own": augment.own != "none",
+        "color-jitter": any(augment.color_jitter),
+    }
+    for option in (option for option, is_set in needs.items() if is_set):
+        if full_scale != 255:
+            raise UserError(
+                f"--augment.{option}: needs images of uint8; the data has float tensors. Return uint8 tensors or PIL "
+                "images from the Dataset, or turn it off."
+            )
+        if channels not in (1, 3) and option != "own":
+            raise UserError(
+                f"--augment.{option}: needs images of 1 or 3 channels; the data has {channels}. Turn it off."
+            )
+    if channels == 1 and any(augment.color_jitter[3:]):
+        raise UserError("--augment.color-jitter: the images are grey and have no hue; give 0 as the fourth number.")
+
+
+def check_resize(augment: Augment, size: int) -> None:
+    """Raise UserError if images are resized to less than the input of `size` pixels."""
+    if augment.resize is not None and augment.resize < size:
+        raise UserError(
+            f"--augment.resize: found {augment.resize}, but the model's input has {size} pixels; use {size} or more."
+        )
