@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import io
 import os
 import shlex
@@ -14,29 +13,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from accel_train import __version__
+from accel_train.cli.commands import COMMANDS, command_function, print_commands
 from accel_train.errors import UntrustedError, UserError, nearest, print_line, print_logged
 from accel_train.launch.environment import INTERRUPTED, at_terminal, print_error
-
-COMMANDS = {  # name -> (its module in this folder, what it does); its function has the name of the command, with "_"
-    "train": ("train", "train a model with a recipe, or resume a run"),
-    "submit": ("jobs", "submit it to Slurm or PBS, with several seeds and settings"),
-    "evaluate": ("evaluate", "evaluate a run's model on a split"),
-    "predict": ("evaluate", "classify images with a run's model"),
-    "report": ("results", "write a page about a run, or compare several: metrics, speed, curves"),
-    "export": ("results", "write a run's model for timm, ONNX or torch.export"),
-    "track": ("results", "send a run's curves to TensorBoard, W&B or MLflow"),
-    "runs": ("results", "list runs: state, epoch, accuracy, age, owner"),
-    "doctor": ("train", "check nodes, data and job limits before a long run"),
-    "after-job": ("jobs", "decide what a job script does after its training"),
-    "bench": ("recipes", "measure how close the trainer comes to the device's limit"),
-    "preview": ("recipes", "write a picture of the images that the model will see"),
-    "find-lr": ("recipes", "train with growing learning rates, and draw the loss over them"),
-    "init": ("recipes", "write config files, job scripts and a commented recipe into a folder"),
-    "recipes": ("recipes", "list the recipes, or print one"),
-    "completion": ("help", "complete commands and options with Tab in your shell"),
-    "check-data": ("data", "find unreadable and equal images of a dataset, and empty classes"),
-    "shards": ("data", "write a dataset as WebDataset shards: copied, made smaller, or as pixels"),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,7 +82,7 @@ def end_at_once(code: int) -> None:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        _print_help()
+        print_commands()
         return 0 if words else 2
     name, rest = words[0], words[1:]
     if name == "--version":
@@ -118,13 +97,11 @@ def _run(words: list[str]) -> int:
 
         show_help(name, rest)
         return 0
-    module = importlib.import_module(f"accel_train.cli.{COMMANDS[name][0]}")
     try:
-        code: int = getattr(module, name.replace("-", "_"))(rest)
+        return command_function(name)(rest)
     except UntrustedError as error:
         line = shlex.join(["accel-train", name, *rest, "--trust-code", "true"])
         raise UserError(f"{error.what}; if you trust that: {line}") from error
-    return code
 
 
 def _without_traceback(words: list[str]) -> list[str]:
@@ -136,13 +113,3 @@ def _without_traceback(words: list[str]) -> list[str]:
         for word, is_value in zip(words, values, strict=True)
         if not (is_value or word.partition("=")[0] == "--traceback")
     ]
-
-
-def _print_help() -> None:
-    about = "Train image classifiers: the same run on any number of processes."
-    for line in ("usage: accel-train COMMAND …", "", about, ""):
-        print_line(line)
-    for name, (_, summary) in COMMANDS.items():
-        print_line(f"  {name:<12}{summary}")
-    print_line("")
-    print_line("`accel-train COMMAND --help` shows its options. To begin: accel-train train digits")

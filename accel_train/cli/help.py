@@ -9,19 +9,19 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import importlib
 import inspect
 import shutil
 import signal
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from accel_train.cli.commands import COMMANDS, command_class
 from accel_train.config.declaration import Word
 from accel_train.config.options import NEUTRAL_IN_WORDS, CommandOptions, parse, parse_command
 from accel_train.config.recipe import recipe_names
@@ -121,7 +121,7 @@ def groups() -> dict[str, list[str]]:
     return {name: keys for name, keys in found.items() if keys}
 
 
-def _add_words(parser: argparse.ArgumentParser, cls: type[CommandOptions]) -> None:
+def _add_words(parser: argparse.ArgumentParser, cls: Any) -> None:
     for name, (kind, word) in words_of(cls).items():
         takes = recipe_names() if word.metavar in ("RECIPE", "[NAME]") else choices(kind)
         many = "*" if takes_many_values(kind) else None
@@ -129,7 +129,7 @@ def _add_words(parser: argparse.ArgumentParser, cls: type[CommandOptions]) -> No
         parser.add_argument(name, metavar=word.metavar, nargs=many, help=text, choices=takes or None, type=_type(kind))
 
 
-def _add_options(group: Any, cls: type[Any], keys: Iterable[str], defaults: Any = None) -> None:
+def _add_options(group: Any, cls: Any, keys: Iterable[str], defaults: Any = None) -> None:
     """Add options of `cls` to a group of a parser. `defaults`: an object of `cls`, else the class."""
     for key in keys:
         kind, default = option_types(cls)[key], defaults or cls
@@ -147,14 +147,6 @@ def _add_options(group: Any, cls: type[Any], keys: Iterable[str], defaults: Any 
 
 def _type(kind: Any) -> type[Any]:
     return Path if is_or_contains(kind, Path) or Path in typing.get_args(kind) else str
-
-
-def command_class(command: str) -> Any:
-    """Return the class with the options of a command other than train."""
-    from accel_train.cli.dispatch import COMMANDS
-
-    module = importlib.import_module(f"accel_train.cli.{COMMANDS[command][0]}")
-    return getattr(module, "".join(part.capitalize() for part in command.split("-")))
 
 
 @cache
@@ -227,15 +219,13 @@ def completion(arguments: Sequence[str]) -> int:
     import shtab
 
     shell = parse_command(Completion, arguments)[0].shell
-    preamble = {shell: RECIPES[shell].format(names=" ".join(recipe_names()))}
+    preamble = RECIPES[shell].format(names=" ".join(recipe_names()))
     print(shtab.complete(_parser_of_all(shtab.FILE), shell, preamble=preamble))
     return 0
 
 
-def _parser_of_all(file: Mapping[str, str]) -> argparse.ArgumentParser:
+def _parser_of_all(file: Any) -> argparse.ArgumentParser:
     """Return the parser of all commands. `file`: what shtab completes a path with."""
-    from accel_train.cli.dispatch import COMMANDS
-
     whole = argparse.ArgumentParser(prog="accel-train", add_help=False)
     commands = whole.add_subparsers()
     for command, (_, summary) in COMMANDS.items():

@@ -193,11 +193,11 @@ def check_page(option: str, path: Path) -> None:
 
 
 def render(template: str, **content: Any) -> str:
-    """The page of a template, which is named from the top of the package: "report/run.html"."""
+    """The page of a template, which is named from accel_train/tools: "report/run.html"."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("accel_train", ""),
+        loader=PackageLoader("accel_train", "tools"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
