@@ -65,6 +65,7 @@ class VirtualBatches:
         starts = [sum(self._sizes[:number]) for number in range(len(self._sizes))]
         self._first_channels = torch.tensor(starts, dtype=torch.long, device=first.device)
         self._may_be_empty = False
+        self._all_called = False  # in this update, as the host knows without waiting for the counts
         self._calls: list[int] = []
         self._calls_per_channel = self._momentum  # of `self._calls`, once there are any
 
@@ -89,6 +90,7 @@ class VirtualBatches:
     def discard(self) -> None:
         """The update is skipped: its samples do not count."""
         self.window.samples = 0
+        self._all_called = False
         self._forget_calls()
         self._sums.zero_()
         self._rows.clear()
@@ -115,6 +117,7 @@ class VirtualBatches:
     def _count_calls(self, current: Tensor) -> None:
         """Add how often each layer was called without padding. Mostly that is as often as in the pass before."""
         calls = [module.whole_calls for module in self.tracked]
+        self._all_called |= not self._may_be_empty and all(calls)
         if any(calls):
             if calls != self._calls:
                 self._calls, self._calls_per_channel = calls, self._per_channel(calls)
@@ -164,6 +167,9 @@ class VirtualBatches:
         """Count this update for each layer that is not frozen and was called. `counts`: calls, of each channel."""
         trained = [module.training for module in self.tracked]
         tracked = [module.num_batches_tracked for module in self.tracked if module.training]
+        if self._all_called:
+            torch._foreach_add_(tracked, 1)
+            return
         called = (counts[self._first_channels] > 0).long().unbind()
         torch._foreach_add_(tracked, [once for once, counted in zip(called, trained, strict=True) if counted])
 

@@ -101,7 +101,7 @@ def create_model(
 
     Weights are drawn from torch's global random generator, or are the published ones: then the first
     convolution is summed over colours for grey images, and a last layer for another number of classes is made
-    new. What is frozen (freezing.py) requires no gradients; call `set_train_mode` rather than `.train()`.
+    new. What is frozen (classifier.py) requires no gradients; call `set_train_mode` rather than `.train()`.
 
     Without `published` no weights are fetched, whatever model.pretrained says: for a model whose own are loaded next.
     Those of hf-hub: and local-dir: never are: weights.py does. `origin`: has such a model's architecture.
