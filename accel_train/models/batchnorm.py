@@ -99,6 +99,7 @@ class VirtualBatches:
         """Add the statistics of the last forward pass, or put them aside if they must not be added in this order."""
         if self.tracked and self.window.samples:
             current = self.current
+            self._add_waiting(current)
             self._count_calls(current)
             if self._may_be_empty and self.window.real is not None:
                 current.mul_(self.window.real.view(len(current), -1)[:, :1, None])
@@ -113,6 +114,16 @@ class VirtualBatches:
         """A copy of the layers' statistics of the current forward pass, one layer after the other: float32 [virtual
         batches, 3, channels]."""
         return torch.cat(self._statistics, 2)
+
+    def _add_waiting(self, current: Tensor) -> None:
+        """Add the statistics that the layers have put aside: one call of each layer at a time, all layers together."""
+        while any(module.waiting for module in self.tracked):
+            calls = [
+                module.waiting.pop() if module.waiting else (torch.zeros_like(module.statistics[:, 0]),) * 2
+                for module in self.tracked
+            ]
+            for row, statistics in enumerate(zip(*calls, strict=True)):
+                current[:, row].add_(torch.cat(statistics, 1))
 
     def _count_calls(self, current: Tensor) -> None:
         """Add how often each layer was called without padding. Mostly that is as often as in the pass before."""
@@ -132,6 +143,7 @@ class VirtualBatches:
     def _forget_calls(self) -> None:
         for module in self.tracked:
             module.calls = module.whole_calls = 0
+            module.waiting = []
 
     @torch.no_grad()
     def sum_processes(self) -> None:
@@ -214,6 +226,8 @@ class VirtualBatchNorm:
     """Of this forward pass, not compiled."""
     whole_calls: int
     """Those of them that wait for `VirtualBatches` to count them, for all layers together."""
+    waiting: list[tuple[Tensor, Tensor]]
+    """Means and variances of calls with several virtual batches, [virtual batches, channels], that wait, too."""
     activates = False
     """Whether it is timm's, with an activation function after it."""
 
@@ -240,8 +254,7 @@ class VirtualBatchNorm:
             return cast(Tensor, self._normalise_at_once(values, rows))
         normalised, mean, variance = normalise(values, rows, self.weight, self.bias, self.eps)
         if self.track_running_stats and not _is_recomputation():
-            self.statistics.data[:, 0].add_(mean)
-            self.statistics.data[:, 1].add_(variance)
+            self.waiting.append((mean, variance))
             self._count_whole()
         return normalised
 

@@ -141,7 +141,9 @@ def test_a_model_may_write_its_output_to_the_same_memory(model: Path, tmp_path: 
         run, predictions = tmp_path / name, tmp_path / f"{name}.npz"
         words = [*WITH_MODEL, f"{model}:{name}", "--eval-batch-size", "16", "--micro-batch-size", "8"]
         train(run, [*words, "--ema.enabled", "true"], 1)
-        done = helpers.python("-m", "accel_train", "evaluate", run, "--predictions", predictions)
+        done = helpers.python(
+            "-m", "accel_train", "evaluate", run, "--predictions", predictions, "--trust-code", "true"
+        )
         assert done.returncode == 0, done.stderr
         found.append((losses(run), read_predictions(predictions).logits.tolist()))
     assert found[0] == found[1]
