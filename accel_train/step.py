@@ -29,7 +29,6 @@ from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions
 from accel_train.models.trial import kept_buffers
 from accel_train.models.verdict import Verdict
-from accel_train.models.wrapping import unwrap_model
 from accel_train.optim.bitwise import seed_pass, sum_exactly
 from accel_train.optim.optimizer import clip_gradients, parameters_to_clip
 
@@ -49,6 +48,7 @@ class Step:
         accelerator: Accelerator,
         plan: Plan,
         model: nn.Module,
+        bare_model: nn.Module,
         optimizer: Any,
         *,
         ema: Ema | None,
@@ -56,10 +56,11 @@ class Step:
         virtual_batches: VirtualBatches,
         dropout: DropoutKeys | None,
     ) -> None:
-        """`model`: as Accelerate prepared it; `optimizer`: on which to call `step` and `zero_grad`; `verdict`: of the
-        model's trial; `virtual_batches`: its BatchNorms; `dropout`: None unless its layers draw by sample."""
+        """`model`: as Accelerate prepared it; `bare_model`: without DDP and torch.compile around it; `optimizer`: on
+        which to call `step` and `zero_grad`; `verdict`: of the model's trial; `virtual_batches`: its BatchNorms;
+        `dropout`: None unless its layers draw by sample."""
         self.config, self.accelerator, self.plan = config, accelerator, plan
-        self.model, self.bare_model, self.optimizer, self.ema = model, unwrap_model(model), optimizer, ema
+        self.model, self.bare_model, self.optimizer, self.ema = model, bare_model, optimizer, ema
         self.verdict = verdict
         self.virtual_batches = virtual_batches if virtual_batches.modules else None
         self.dropout = dropout if dropout is not None and (dropout.layers or verdict.functions) else None

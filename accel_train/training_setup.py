@@ -178,6 +178,7 @@ def create_training_setup(
         accelerator,
         plan,
         model,
+        bare_model,
         unwrap_optimizer(optimizer),
         ema=ema,
         verdict=verdict,

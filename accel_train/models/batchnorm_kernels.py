@@ -129,8 +129,9 @@ class NativeBatchNorm(torch.autograd.Function):
         kind = torch.promote_types(values.dtype, torch.float32) if weight is None else weight.dtype
         means, variances, saved_means, inverses = torch.zeros(4, count, channels, dtype=kind)
         normalised = torch.empty_like(values)
-        parts = zip(values.split(rows), normalised.split(rows), means, variances, saved_means, inverses, strict=True)
-        for part, out, mean, variance, saved_mean, inverse in parts:
+        statistics = zip(means, variances, saved_means, inverses, strict=True)
+        parts = zip(torch.split(values, rows), torch.split(normalised, rows), statistics, strict=True)
+        for part, out, (mean, variance, saved_mean, inverse) in parts:
             # With momentum 1 the kernel writes its statistics over the zeros.
             results = {"out": out, "save_mean": saved_mean, "save_invstd": inverse}
             torch.ops.aten.native_batch_norm.out(part, weight, bias, mean, variance, True, 1.0, eps, **results)
@@ -146,7 +147,7 @@ class NativeBatchNorm(torch.autograd.Function):
         wanted = [ctx.needs_input_grad[number] for number in (0, 2, 3)]
         values_gradient = torch.empty_like(values) if wanted[0] else None
         sums = torch.empty(2, *means.shape, dtype=means.dtype)  # the gradients of weight and bias, of each part
-        parts = zip(gradient.split(ctx.rows), values.split(ctx.rows), means, inverses, strict=True)
+        parts = zip(torch.split(gradient, ctx.rows), torch.split(values, ctx.rows), means, inverses, strict=True)
         for number, (part_gradient, part, mean, inverse) in enumerate(parts):
             part_results = torch.ops.aten.native_batch_norm_backward(
                 part_gradient, part, weight, None, None, mean, inverse, True, ctx.eps, wanted
