@@ -7,9 +7,13 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from accel_train import __version__
+from accel_train.config.declaration import RECIPE_WORD
+from accel_train.config.options import CommandOptions
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, is_terminal, one_line, print_line
 from accel_train.launch.environment import is_first_process
@@ -46,22 +50,25 @@ def without_run(config: Config, arguments: Sequence[str], command: str, what: st
     return dataclasses.replace(config, output_dir=None, config_only=False)
 
 
-def wrong_endings(endings: Sequence[str], **files: Path | None) -> list[str]:
-    """Return a message for each option whose file has none of the `endings`, such as ".csv". None is fine."""
-    return [
-        f"--{name}: expected a name that ends in {' or '.join(endings)}, found '{file}'."
-        for name, file in files.items()
-        if file is not None and file.suffix not in endings
-    ]
+@dataclass(frozen=True, kw_only=True)
+class OfRecipe(CommandOptions):
+    """A command that takes a recipe and the options of train."""
+
+    TRAIN_OPTIONS = ("",)
+
+    recipe: Annotated[str, RECIPE_WORD]
+    """A recipe, as for train."""
 
 
-def below_one(**values: int | None) -> list[str]:
-    """Return a message for each option whose value is below 1. None, an option without a value, is fine."""
-    return [
-        f"--{name.replace('_', '-')}: expected at least 1, found {value}."
-        for name, value in values.items()
-        if value is not None and value < 1
-    ]
+@dataclass(frozen=True, kw_only=True)
+class OfWeights(CommandOptions):
+    """A command that reads the weights of a run."""
+
+    checkpoint: Path | None = None
+    """best (by --best-metric on the validation split), last, or a checkpoint such as update-00001234; default: last,
+    the final model, or the newest checkpoint of a run that has not finished."""
+    trust_code: bool = False
+    """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
 
 SHORT = 24  # characters: a column of cells up to this width is never wrapped

@@ -8,12 +8,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from accel_train.cli.common import below_one, importing
-from accel_train.config.checks import out_of_bounds
-from accel_train.config.declaration import Word, bytes_of
+from accel_train.cli.common import importing
+from accel_train.config.declaration import CHANNELS, PART, POSITIVE, RANGE, SIZE, Word
 from accel_train.config.options import CommandOptions, parse_command, parse_settings
 from accel_train.config.recipe import recipe_names
-from accel_train.config.schema import Config, Data
+from accel_train.config.schema import Data
 from accel_train.data.sources.root import check_root
 from accel_train.errors import UserError, print_line
 from accel_train.user_code.reference import resolve
@@ -39,15 +38,12 @@ class _Data(CommandOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _Images(_Data):
-    range: tuple[float, float] | None = None
+    range: Annotated[tuple[float, float] | None, RANGE] = None
     """The values of black and white in images of more than 8 bits, as in --data.range."""
-    max_pixels: int = Data.max_pixels
+    max_pixels: Annotated[int, POSITIVE] = Data.max_pixels
     """Count larger images as unreadable, as --data.max-pixels does."""
-    processes: int | None = None
+    processes: Annotated[int | None, POSITIVE] = None
     """Processes that read or decode; default: all cores."""
-
-    def mistakes(self) -> list[str]:
-        return below_one(processes=self.processes, max_pixels=self.max_pixels) + _wrong_range(self.range)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,42 +81,25 @@ class Shards(_Images):
 
     output: Annotated[Path, Word("OUTPUT")]
     """The folder to write: a new or an empty one."""
-    shard_size: str = "256MB"
+    shard_size: Annotated[str, SIZE] = "256MB"
     """Largest size of a shard, such as 64MB or 1GB."""
     encoding: Literal["copy", "jpeg", "raw"] = "copy"
     """copy: the images' own files; jpeg: made smaller, quality 90; raw: made smaller and stored as pixels in PPM files,
     the fastest to read, with ten times the space of jpeg. raw keeps the order of the data."""
-    short_side: int | None = None
+    short_side: Annotated[int | None, POSITIVE] = None
     """jpeg and raw: shrink larger images to this short side, in pixels; the whole image is kept. Default: 256."""
-    channels: int = Data.channels
+    channels: Annotated[int, CHANNELS] = Data.channels
     """jpeg and raw: 3 or 1, as in --data.channels: 1 converts images to greyscale."""
     keep_order: bool = False
     """Keep the order of the data, so that a training on the shards has the same batches as one on the data."""
     seed: int = 0
     """The order, and the division into splits, as --seed of a training."""
-    val_fraction: float = 0.0
+    val_fraction: Annotated[float, PART] = 0.0
     """Write this fraction of the training samples as validation split, as --data.val-fraction takes them."""
-    test_fraction: float = 0.0
+    test_fraction: Annotated[float, PART] = 0.0
     """Write this fraction as test split, as --data.test-fraction takes them."""
     skip_unreadable: Path | None = None
     """Leave out the images in this list, as in --data.skip-unreadable."""
-
-    def mistakes(self) -> list[str]:
-        wrong = below_one(short_side=self.short_side) + super().mistakes()
-        wrong += [] if self.channels in (1, 3) else [f"--channels: expected 1 or 3, found {self.channels}."]
-        for name, value in (("val", self.val_fraction), ("test", self.test_fraction)):
-            if not 0 <= value < 1:
-                wrong.append(f"--{name}-fraction: expected at least 0 and less than 1, found {value:g}.")
-        if not bytes_of(self.shard_size):
-            wrong.append(f"--shard-size: expected a size such as 256MB or 1GB, found {self.shard_size!r}.")
-        return wrong
-
-
-def _wrong_range(values: tuple[float, float] | None) -> list[str]:
-    expected = out_of_bounds(Config(data=Data(range=values))).get("data.range")
-    if values is None or expected is None:
-        return []
-    return [f"--range: expected {expected}, found '{values[0]:g} {values[1]:g}'."]
 
 
 def check_data(arguments: Sequence[str]) -> int:

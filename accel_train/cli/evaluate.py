@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
-from accel_train.cli.common import below_one, importing, print_table, wrong_endings
-from accel_train.config.declaration import RUN_WORD, Word
-from accel_train.config.options import CommandOptions, parse_command
+from accel_train.cli.common import OfWeights, importing, print_table
+from accel_train.config.declaration import FRACTION, POSITIVE, RUN_WORD, Word, ending
+from accel_train.config.options import parse_command
 from accel_train.config.recipe import not_a_run
 from accel_train.errors import UserError, counted, print_line, writing
 from accel_train.files import atomic_replacement, check_writable, fsync
@@ -29,7 +29,7 @@ SIZES = ("model.eval-image-size", "augment.resize", "augment.crop-fraction")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(CommandOptions):
+class Evaluate(OfWeights):
     """Evaluate a run's model over every sample of a split, each exactly once, with the run's own configuration.
 
     --data.KEY VALUE changes the data of the run: another folder, or a limit; --model.eval-image-size,
@@ -44,16 +44,11 @@ class Evaluate(CommandOptions):
     """Folder of the run."""
     split: Literal["test", "val", "train"] = "test"
     """Split to evaluate; the training samples are not augmented."""
-    predictions: Path | None = None
+    predictions: Annotated[Path | None, ending(".npz")] = None
     """Write the label and the logits of each sample to this .npz file, of the EMA if the run has one."""
-    checkpoint: Path | None = None
-    """best (by --best-metric on the validation split), last, or a checkpoint such as update-00001234; default: last,
-    the final model, or the newest checkpoint of a run that has not finished."""
-    trust_code: bool = False
-    """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
     def mistakes(self) -> list[str]:
-        return not_a_run(self.run) + wrong_endings([".npz"], predictions=self.predictions)
+        return not_a_run(self.run)
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -161,8 +156,8 @@ def _print_rows(record: dict[str, Any], classes: Sequence[str]) -> None:
     print_table([*head, *["confused with"] * (confusion is not None)], rows, numbers=head[1:])
 
 
-@dataclass(frozen=True)
-class Predict(CommandOptions):
+@dataclass(frozen=True, kw_only=True)
+class Predict(OfWeights):
     """Show the most probable classes of images, according to a run's model.
 
     --model.eval-image-size, --augment.resize and --augment.crop-fraction change the size of the images. The row of an
@@ -175,27 +170,19 @@ class Predict(CommandOptions):
     """Folder of the run."""
     images: Annotated[tuple[Path, ...], Word("IMAGE|FOLDER …")]
     """Image files, or folders of them."""
-    checkpoint: Path | None = None
-    """best (by --best-metric on the validation split), last, or a checkpoint such as update-00001234; default: last,
-    the final model, or the newest checkpoint of a run that has not finished."""
-    top_k: int | None = None
+    top_k: Annotated[int | None, POSITIVE] = None
     """Number of classes for each image; default: 1 on the console, 5 in a file; with several labels an image: all."""
-    threshold: float | None = None
+    threshold: Annotated[float | None, FRACTION] = None
     """Show the classes with at least this probability, for runs with several labels an image; default: 0.5."""
-    output: Path | None = None
+    output: Annotated[Path | None, ending(".csv", ".jsonl")] = None
     """Write to this .csv or .jsonl file instead of a table; it is there when all images are done."""
-    batch_size: int = 64
+    batch_size: Annotated[int, POSITIVE] = 64
     """Images in one forward pass."""
-    trust_code: bool = False
-    """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
     def mistakes(self) -> list[str]:
-        mistakes = below_one(top_k=self.top_k, batch_size=self.batch_size)
-        if self.threshold is not None and not 0 <= self.threshold <= 1:
-            mistakes.append(f"--threshold: expected a number from 0 to 1, found {self.threshold}.")
-        mistakes += wrong_endings([".csv", ".jsonl"], output=self.output)
-        mistakes += not_a_run(self.run)
-        return mistakes + [f"{image}: no such image or folder." for image in self.images if not image.exists()]
+        return not_a_run(self.run) + [
+            f"{image}: no such image or folder." for image in self.images if not image.exists()
+        ]
 
 
 def predict(arguments: Sequence[str]) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from accel_train.cli.common import below_one, importing, print_table, without_run, wrong_endings
-from accel_train.config.declaration import RECIPE_WORD, Word
+from accel_train.cli.common import OfRecipe, importing, print_table, without_run
+from accel_train.config.declaration import POSITIVE, Word, ending
 from accel_train.config.options import CommandOptions, parse_command, parse_command_of_recipe
 from accel_train.config.recipe import read_recipe, recipe_names
 from accel_train.config.schema import Config, value
@@ -62,24 +62,17 @@ def _rows() -> list[list[str]]:
     return rows
 
 
-@dataclass(frozen=True)
-class Preview(CommandOptions):
+@dataclass(frozen=True, kw_only=True)
+class Preview(OfRecipe):
     """Write a picture of what the model of a recipe will see: images cropped, augmented, mixed, with their labels.
 
     Options of train (--augment.policy, --data.root, …) change the recipe. Nothing is trained.
     """
 
-    TRAIN_OPTIONS = ("",)
-
-    recipe: Annotated[str, RECIPE_WORD]
-    """A recipe, as for train."""
-    images: int = 8
+    images: Annotated[int, POSITIVE] = 8
     """How many training images to show."""
     output: Path | None = None
     """The PNG file to write; default: preview-RECIPE.png."""
-
-    def mistakes(self) -> list[str]:
-        return below_one(images=self.images)
 
 
 def preview(arguments: Sequence[str]) -> int:
@@ -96,24 +89,17 @@ def preview(arguments: Sequence[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class FindLr(CommandOptions):
+@dataclass(frozen=True, kw_only=True)
+class FindLr(OfRecipe):
     """Train for some updates while the learning rate grows, and draw the loss: where it falls fastest is a good rate.
 
     Options of train (--batch-size, --optim.name, …) change the recipe. Nothing is kept but the picture.
     """
 
-    TRAIN_OPTIONS = ("",)
-
-    recipe: Annotated[str, RECIPE_WORD]
-    """A recipe, as for train."""
     updates: int = 100
     """How many updates, at least 10. The rate grows by the same factor at each, from 1e-6 to 10."""
-    output: Path | None = None
+    output: Annotated[Path | None, ending(".svg")] = None
     """The picture, as SVG; default: lr-RECIPE.svg."""
-
-    def mistakes(self) -> list[str]:
-        return wrong_endings([".svg"], output=self.output)
 
 
 def find_lr(arguments: Sequence[str]) -> int:
@@ -147,8 +133,8 @@ def find_lr(arguments: Sequence[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Bench(CommandOptions):
+@dataclass(frozen=True, kw_only=True)
+class Bench(OfRecipe):
     """Measure how close a recipe's training comes to the device's limit, and where the rest of the time goes.
 
     Measures, in turns: a bare loop on tensors in the device's memory, the input alone, and the whole trainer. Options
@@ -156,19 +142,12 @@ class Bench(CommandOptions):
     accel_train bench RECIPE. The exit code does not depend on the speed.
     """
 
-    TRAIN_OPTIONS = ("",)
-
-    recipe: Annotated[str, RECIPE_WORD]
-    """A recipe, as for train."""
-    rounds: int = 5
+    rounds: Annotated[int, POSITIVE] = 5
     """Number of times that everything is measured, in turns."""
-    updates: int | None = None
+    updates: Annotated[int | None, POSITIVE] = None
     """Updates of each measurement; default: those of the bare loop in 5 seconds, at least 20."""
     output: Path | None = None
     """JSON file of all figures; default: bench-RECIPE.json. The runs are kept beside it while they are needed."""
-
-    def mistakes(self) -> list[str]:
-        return below_one(rounds=self.rounds, updates=self.updates)
 
 
 def bench(arguments: Sequence[str]) -> int:

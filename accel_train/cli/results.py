@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from accel_train.cli.common import importing, print_table
+from accel_train.cli.common import OfWeights, importing, print_table
 from accel_train.config.declaration import RUN_WORD, Word
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import MAX_BYTES, not_a_run
@@ -27,8 +27,8 @@ from accel_train.tools.cluster.submission import LISTS, RECIPE, is_job, job_of_r
 from accel_train.untrusted import is_number, read_json_lines, read_json_object, read_regular_file
 
 
-@dataclass(frozen=True)
-class Report(CommandOptions):
+@dataclass(frozen=True, kw_only=True)
+class Report(OfWeights):
     """Write a page about a run: curves, figures, confusion, the worst images. Of several runs: compare them.
 
     The page is one file that needs no network. If the run has no predictions of its weights yet, the test split (or the
@@ -41,13 +41,8 @@ class Report(CommandOptions):
     output: Path | None = None
     """The file to write; default: report.html in the run, or in the folder of runs; of several RUNs comparison.html in
     the first one."""
-    checkpoint: Path | None = None
-    """best (by --best-metric on the validation split), last, or a checkpoint such as update-00001234; default: last,
-    the final model, or the newest checkpoint of a run that has not finished."""
     no_evaluate: bool = False
     """Do not evaluate: leave out what needs the data."""
-    trust_code: bool = False
-    """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
     def mistakes(self) -> list[str]:
         return [mistake for run in self.all_runs() for mistake in not_a_run(run)]
@@ -92,8 +87,8 @@ def report(arguments: Sequence[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Export(CommandOptions):
+@dataclass(frozen=True, kw_only=True)
+class Export(OfWeights):
     """Write a run's model for other programs: weights, class names and preprocessing, in one folder.
 
     The export is then loaded and compared with the run on images of its data, as tensors and from files. If they
@@ -106,13 +101,8 @@ class Export(CommandOptions):
     """timm: a directory for timm.create_model; onnx: ONNX; pt2: torch.export. It must be given."""
     output: Path | None = None
     """Folder to write; default: RUN/export-FORMAT. It may hold an earlier export, which is replaced."""
-    checkpoint: Path | None = None
-    """best (by --best-metric on the validation split), last, or a checkpoint such as update-00001234; default: last,
-    the final model, or the newest checkpoint of a run that has not finished."""
     weights: Literal["model", "ema"] | None = None
     """Which weights; default: the EMA if the run has one."""
-    trust_code: bool = False
-    """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
     def mistakes(self) -> list[str]:
         return not_a_run(self.run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from accel_train.config.declaration import BEST_METRICS, FALLING, NAMES_OF_FIGURES, Bound, Needs, StartsInEpoch
 from accel_train.config.recipe import Option
@@ -12,14 +13,17 @@ from accel_train.errors import UserError
 from accel_train.user_code.reference import CHOSEN_METRICS, metric_name, parse_reference
 
 
-def out_of_bounds(config: Config) -> dict[str, str]:
-    """Return the options whose values are out of bounds: key -> the expected value, in words."""
+def out_of_bounds(config: Any) -> dict[str, str]:
+    """Return the options whose values are out of bounds: key -> the expected value, in words.
+
+    `config`: a `Config`, or the options of a command.
+    """
     mistakes: dict[str, str] = {}
-    for key, bound in declared(Bound):
+    for key, bound in declared(Bound, type(config)):
         setting = value(config, key)
         if setting is not None and not bound.is_within(setting):
             mistakes[key] = bound.expected
-    for key in option_types():
+    for key in option_types(type(config)):
         setting = value(config, key)
         numbers = setting if isinstance(setting, tuple) else (setting,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):

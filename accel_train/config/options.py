@@ -48,7 +48,7 @@ class CommandOptions:
     """The options of train that the command takes, too: how their keys begin, such as "data."; "": all of them."""
 
     def mistakes(self) -> list[str]:
-        """Return a message for each value that has the right type but cannot be used."""
+        """Return a message for each value that is within its bounds but cannot be used."""
         return []
 
 
@@ -177,7 +177,9 @@ def _read_command(cls: type[C], arguments: Sequence[str], mistakes: list[str]) -
     options = {key: option for key, option in given.items() if key in own}
     settings = {key.replace("-", "_"): setting for key, setting in _to_values(options, own, mistakes).items()}
     parsed = None if values is None else cls(**values, **settings)
-    mistakes += parsed.mistakes() if parsed is not None else []
+    if parsed is not None:
+        mistakes += [_misfit(key, expected, parsed, options) for key, expected in out_of_bounds(parsed).items()]
+        mistakes += parsed.mistakes()
     return parsed, {key: option for key, option in given.items() if key not in own}
 
 
@@ -263,11 +265,11 @@ def _to_bounded_config(options: Mapping[str, Option], mistakes: list[str]) -> Co
     return config
 
 
-def _misfit(key: str, expected: str, config: Config, options: Mapping[str, Option]) -> str:
+def _misfit(key: str, expected: str, config: Any, options: Mapping[str, Option]) -> str:
     written, origin = str(value(config, key)), "default"
     if key in options:
         written, origin = " ".join(options[key].values), options[key].origin
-    bound = next((bound for name, bound in declared(Bound) if name == key), None)
+    bound = next((bound for name, bound in declared(Bound, type(config)) if name == key), None)
     hint = bound.hint(written) if bound is not None and bound.hint is not None else ""
     hint = hint or nearest(written, bound.names if bound is not None else ())
     return f"--{key}: expected {expected}, found {written!r} ({origin}).{hint}"

@@ -25,6 +25,7 @@ from accel_train.config.declaration import (
     ABOVE_0,
     AFTER_FAILURE,
     ALL_POSITIVE,
+    CHANNELS,
     COUNT,
     DECIDES_SAMPLES,
     ENDING,
@@ -49,6 +50,7 @@ from accel_train.config.declaration import (
     POLICIES,
     POLICY,
     POSITIVE,
+    RANGE,
     SCHEDULE_NAME,
     SPLIT,
     STARTS_IN_EPOCH,
@@ -148,14 +150,12 @@ class Data:
         int, POSITIVE, Free("it leaves out images that end a run otherwise; all others keep their index")
     ] = 178_956_970
     """Refuse larger images: a small malicious file can fill the memory when decoded."""
-    range: Annotated[tuple[float, float] | None, Bound("two numbers, the first one smaller", lambda x: x[0] < x[1])] = (
-        None
-    )
+    range: Annotated[tuple[float, float] | None, RANGE] = None
     """The values of black and white in images of more than 8 bits, such as 0 1 or 0 4095; default: 0 65535 for 16 bits;
     floats and 32-bit integers have none, and are refused."""
     workers: Annotated[int | None, NOT_NEGATIVE, Free("how an update is computed, not its result")] = None
     """Image-loading workers of each process; default: 0 for data in memory, else all cores."""
-    channels: Annotated[int, Bound("1 or 3", lambda x: x in (1, 3))] = 3
+    channels: Annotated[int, CHANNELS] = 3
     """Image files: 1 converts them to greyscale. synthetic: 1 or 3."""
 
     @property
@@ -539,9 +539,9 @@ def words_of(cls: type[Any]) -> dict[str, tuple[Any, Word]]:
 M = TypeVar("M")
 
 
-def declared(marker: type[M]) -> list[tuple[str, M]]:
-    """Return what the fields of `Config` declare of this type: (key, the object)."""
-    return [(key, each) for key, (_, parts) in _fields_of(Config).items() for each in parts if isinstance(each, marker)]
+def declared(marker: type[M], cls: Any = Config) -> list[tuple[str, M]]:
+    """Return what the fields of `cls` declare of this type: (key, the object)."""
+    return [(key, each) for key, (_, parts) in _fields_of(cls).items() for each in parts if isinstance(each, marker)]
 
 
 @cache
@@ -561,7 +561,7 @@ def _fields_of(cls: type[Any]) -> dict[str, tuple[Any, tuple[object, ...]]]:
     return result
 
 
-def value(config: Config, key: str) -> Any:
+def value(config: Any, key: str) -> Any:
     """Return the value of an option such as "optim.lr"."""
     return operator.attrgetter(key.replace("-", "_"))(config)
 

@@ -354,8 +354,8 @@ def test_the_mistakes_of_other_commands_are_told_at_once(tmp_path: Path, recipe:
     assert told_by(Shards, *words) == [
         "--shard-sise: unknown option (command line). Did you mean 'shard-size'?",
         "--encoding: expected one of copy, jpeg, raw, found 'jpg' (command line). Did you mean 'jpeg'?",
-        "--short-side: expected at least 1, found 0.",
-        "--channels: expected 1 or 3, found 2.",
+        "--short-side: expected a number greater than 0, found '0' (command line).",
+        "--channels: expected 1 or 3, found '2' (command line).",
     ]
     (tmp_path / "config.yaml").touch()
     overrides = ("--data.train-limit", "0", "--data.workers", "many", "--split", "tset")
@@ -374,7 +374,7 @@ def test_the_mistakes_of_other_commands_are_told_at_once(tmp_path: Path, recipe:
     with pytest.raises(UserError) as caught:
         parse_command_of_recipe(Bench, [recipe, "--rounds", "0", "--seed", "-1"])
     assert list(caught.value.messages) == [
-        "--rounds: expected at least 1, found 0.",
+        "--rounds: expected a number greater than 0, found '0' (command line).",
         f"--optim.lr: expected a number, found 'fast' ({recipe}:2).",
         "--seed: expected a number that is not negative, found '-1' (command line).",
         f"--epochs: expected a number greater than 0, found '0' ({recipe}:1).",

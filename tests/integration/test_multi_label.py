@@ -179,4 +179,4 @@ def test_a_threshold_needs_several_labels(tmp_path: Path) -> None:
     code, _, err = said("predict", tmp_path / "run", image, "--threshold", "0.3")
     assert code == 2 and "--threshold 0.3: the run was trained with one label an image" in err
     code, _, err = said("predict", tmp_path / "run", image, "--threshold", "3")
-    assert code == 2 and "--threshold: expected a number from 0 to 1, found 3.0" in err
+    assert code == 2 and "--threshold: expected a number from 0 to 1, found '3" in err

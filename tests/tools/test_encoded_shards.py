@@ -295,8 +295,8 @@ def test_a_range_is_in_the_pixels_and_in_the_command(tmp_path: Path, capsys: pyt
         (["--short-side", "32"], "--short-side: files are copied as they are; add --encoding jpeg or --encoding raw."),
         (["--range", "0", "1"], "--range: files are copied as they are"),
         (["--channels", "1"], "--channels: files are copied as they are"),
-        (["--encoding", "raw", "--channels", "2"], "--channels: expected 1 or 3, found 2"),
-        (["--encoding", "raw", "--short-side", "0"], "--short-side: expected at least 1"),
+        (["--encoding", "raw", "--channels", "2"], "--channels: expected 1 or 3, found '2'"),
+        (["--encoding", "raw", "--short-side", "0"], "--short-side: expected a number greater than 0"),
     ],
 )
 def test_wrong_words_on_the_command_line(words: list[str], message: str) -> None:

@@ -118,7 +118,7 @@ def test_wrong_names_and_broken_files_are_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["evaluate", str(run), "--predictions", "p.csv"]) == 2
-    assert "--predictions: expected a name that ends in .npz, found 'p.csv'." in capsys.readouterr().err
+    assert "--predictions: expected a name that ends in .npz, found 'p.csv' (command line)." in capsys.readouterr().err
     (tmp_path / "p.npz").write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"p\.npz is not a predictions file"):
         read_predictions(tmp_path / "p.npz")

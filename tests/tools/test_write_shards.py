@@ -334,8 +334,14 @@ def test_timm_reads_them(pets: Path, tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["folder"], "accel-train shards: OUTPUT is missing; accel-train shards NAME OUTPUT [--key value …]"),
-        (["folder", "o", "--shard-size", "big"], "--shard-size: expected a size such as 256MB or 1GB, found 'big'."),
-        (["folder", "o", "--val-fraction", "1"], "--val-fraction: expected at least 0 and less than 1, found 1."),
+        (
+            ["folder", "o", "--shard-size", "big"],
+            "--shard-size: expected a size such as 256MB or 1GB, found 'big' (command line).",
+        ),
+        (
+            ["folder", "o", "--val-fraction", "1"],
+            "--val-fraction: expected a number of at least 0 and below 1, found '1' (command line).",
+        ),
     ],
 )
 def test_wrong_words_on_the_command_line(words: list[str], message: str) -> None:
