@@ -47,8 +47,7 @@ from accel_train.launch.environment import INTERRUPTED, prepare_environment, pri
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
 from accel_train.optim.bitwise import compute_deterministically, seed_pass, what_bits_depend_on
 from accel_train.optim.performance import set_defaults
-from accel_train.ownership.claim import Claim, claim_run
-from accel_train.ownership.lease import Lease, LostError, cannot_be_written
+from accel_train.ownership.lease import Claim, Lease, LostError, cannot_be_written, claim_run
 from accel_train.run.stopping import StopAskedError, StopRequests
 
 __all__ = [

@@ -45,7 +45,7 @@ class Mutant(NamedTuple):
 
 
 DIRECTORY, STORE, STATE = "checkpoint/directory.py", "checkpoint/store.py", "checkpoint/train_state.py"
-CLAIM, LEASE, OWNER, GENERATION = (f"ownership/{name}.py" for name in ("claim", "lease", "owner", "generation"))
+LEASE, OWNER = "ownership/lease.py", "ownership/owner.py"
 STOPPING, FINISHED, ENDING, NONFINITE = (f"run/{name}.py" for name in ("stopping", "finished", "ending", "nonfinite"))
 RUN, WATCHDOG = "run/run.py", "run/watchdog.py"
 PLAN, SAMPLERS = "data/order/plan.py", "data/order/samplers.py"
@@ -112,13 +112,13 @@ MUTANTS = [
     Mutant(STATE, "self.epoch - self.best_epoch >= patience", "self.epoch - self.best_epoch > patience",
            "checkpoint/test_train_state.py", "the run ends after exactly so many epochs without progress"),
     # Ownership
-    Mutant(CLAIM, "max(age, silent) >= STALE_SECONDS and silent >= CONFIRM_SECONDS", "age >= STALE_SECONDS",
+    Mutant(LEASE, "max(age, silent) >= STALE_SECONDS and silent >= CONFIRM_SECONDS", "age >= STALE_SECONDS",
            "ownership/test_claim.py", "a lease expires by this host's clock, too, not by the file's age alone"),
-    Mutant(CLAIM, "max(age, silent) >= STALE_SECONDS", "age >= STALE_SECONDS",
+    Mutant(LEASE, "max(age, silent) >= STALE_SECONDS", "age >= STALE_SECONDS",
            "ownership/test_claim.py", "a lease expires although the file's age is wrong"),
-    Mutant(CLAIM, "if dead or self.take_over:", "if dead:",
+    Mutant(LEASE, "if dead or self.take_over:", "if dead:",
            "ownership/test_claim.py", "--take-over takes the run of a living owner"),
-    Mutant(CLAIM, "                remove_unfinished_writes(directory)", "                pass",
+    Mutant(LEASE, "                remove_unfinished_writes(directory)", "                pass",
            "ownership/test_lease.py", "a late sleeper: what an earlier owner was writing never gets its name"),
     Mutant(OWNER, "if self.owner is None or self.owner.machine != machine_id():", "if self.owner is None:",
            "ownership/test_claim.py", "process numbers of another host say nothing"),
@@ -128,16 +128,16 @@ MUTANTS = [
            "ownership/test_lease.py", "nobody gives signs of life for another owner"),
     Mutant(LEASE, "                if read_owner(self.directory / FILE).owner == self.owner:", "                if True:",
            "ownership/test_lease.py", "an owner that has lost the run does not release the next one's"),
-    Mutant(LEASE, "if generation.last_begun(self.directory)[0] > self.generation > 0:", "if False:",
+    Mutant(LEASE, "if last_begun(self.directory)[0] > self.generation > 0:", "if False:",
            "ownership/test_lease.py", "a late sleeper does not take a finished run back"),
     Mutant(LEASE, "                if written:\n                    file.truncate(size)\n", "",
            "ownership/test_lease.py", "a line is appended whole or not at all"),
     Mutant(LEASE, "        with open_to_write(path, \"ab\", buffering=0) as file:\n            self.check()",
            "        self.check()\n        with open_to_write(path, \"ab\", buffering=0) as file:",
            "ownership/test_lease.py", "the log is opened before the owner is checked"),
-    Mutant(GENERATION, "update > began_at)", "update >= began_at)",
+    Mutant(OWNER, "update > began_at)", "update >= began_at)",
            "ownership/test_generation.py", "the checkpoint from which the next owner began is not late"),
-    Mutant(GENERATION, ", \"xb\").close()", ", \"wb\").close()",
+    Mutant(OWNER, ", \"xb\").close()", ", \"wb\").close()",
            "ownership/test_generation.py", "two owners never have the same generation"),
     # The run
     Mutant(STOPPING, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN",
@@ -395,7 +395,8 @@ MUTANTS = [
            "test_parts.py", "each process gets its slice of a batch, not a whole batch"),
     # Jobs
     Mutant("tools/cluster/submission.py", "if each[1] in WAITING)", "if each[1])",
-           "cluster/test_elements.py", "a job that has not ended counts, whatever came after it"),
+           "cluster/test_elements.py", "a job that has not ended counts, whatever came after it",
+           "tests/cluster has everything about jobs"),
     Mutant("tools/cluster/elements.py", "plain if plain == text else", "plain if True else",
            "cluster/test_elements.py", "values that look alike are different runs"),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from accel_train.checkpoint.directory import (
 )
 from accel_train.checkpoint.format import Snapshot, read_checkpoint, verify_checkpoint
 from accel_train.errors import UserError
-from accel_train.ownership.generation import is_late, read_result
+from accel_train.ownership.owner import is_late, read_result
 from accel_train.untrusted import is_count, json_object, read_regular_file
 
 

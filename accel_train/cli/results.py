@@ -20,8 +20,7 @@ from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import MAX_BYTES, not_a_run
 from accel_train.errors import UserError, print_line
 from accel_train.launch.environment import prepare_environment
-from accel_train.ownership.generation import read_result
-from accel_train.ownership.owner import FILE, age_text, read_owner
+from accel_train.ownership.owner import FILE, age_text, read_owner, read_result
 from accel_train.tools.cluster.scheduler import LOOK_SECONDS, answers, states_of
 from accel_train.tools.cluster.submission import LISTS, RECIPE, is_job, job_of_run, jobs_of_folder, newest
 from accel_train.untrusted import is_number, read_json_lines, read_json_object, read_regular_file

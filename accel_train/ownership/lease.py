@@ -1,4 +1,11 @@
-"""One run, one writer: while a start owns a run, it shows that it is alive and checks that the run is still its own.
+"""One run, one writer: a start claims a run, shows that it is alive, and checks that the run is still its own.
+
+A new start that finds an owner decides whether it is dead:
+
+* on the same host it asks the system whether the process is alive; the run of a dead process is taken over at once;
+* an owner on another host counts as dead after STALE_SECONDS without a sign of life. The clocks of hosts differ, so
+  they are never compared: the file server gives the age of the file, and this host's own clock measures that the file
+  does not change for another CONFIRM_SECONDS, because on some file systems each host sets the times of its files.
 
 The owner shows every few seconds that it is alive: it renews the modification time of owner.json. Before it writes
 anything it checks that the file still names it. If another start has taken over the run (while this one was suspended,
@@ -16,15 +23,35 @@ import contextlib
 import itertools
 import os
 import threading
+import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from accel_train.errors import UserError
+from accelerate import Accelerator
+
+from accel_train.errors import UserError, print_line
 from accel_train.files import atomic_replacement, atomic_write, open_to_write
-from accel_train.ownership import generation
-from accel_train.ownership.owner import FILE, Owner, publish_owner, read_owner, write_private
+from accel_train.launch.agreement import broadcast_from_main
+from accel_train.ownership.owner import (
+    FILE,
+    STALE_SECONDS,
+    Owner,
+    OwnerFile,
+    age_text,
+    begin_generation,
+    claim_next,
+    last_begun,
+    publish_owner,
+    read_owner,
+    remove_owner,
+    return_generation,
+    write_private,
+)
 
 BEAT_SECONDS = 10.0  # between two signs of life
+CONFIRM_SECONDS = 2.5 * BEAT_SECONDS
+POLL_SECONDS = 1.0  # between two attempts of a start that waits
 UNFINISHED = ".owners.tmp"  # how the names of an owner's temporary files end: commands such as evaluate have others
 
 
@@ -45,7 +72,7 @@ class Lease:
         renews: bool = False,
     ) -> None:
         """`owner`: this start; None if it only reads the directory. `created`: folders that this start has created.
-        `number`: its generation, see generation.py. `renews`: this process shows that the owner is alive, in a thread.
+        `number`: its generation, see owner.py. `renews`: this process shows that the owner is alive, in a thread.
         """
         self.directory, self.owner, self._renews, self._created = directory, owner, renews, created
         self.generation, self._has_begun = number, False
@@ -75,7 +102,7 @@ class Lease:
         Raises OSError.
         """
         if self.generation:
-            generation.begin(self.directory, self.generation, update, self.write)
+            begin_generation(self.directory, self.generation, update, self.write)
             self._has_begun = True
 
     def replacing(self, path: Path) -> contextlib.AbstractContextManager[Path]:
@@ -111,7 +138,7 @@ class Lease:
             with contextlib.suppress(OSError, ValueError):
                 if read_owner(self.directory / FILE).owner == self.owner:
                     if not self._has_begun:
-                        generation.give_back(self.directory, self.generation)
+                        return_generation(self.directory, self.generation)
                     (self.directory / FILE).unlink()
         if self._created:
             remove_empty((self.directory / "checkpoints", *self._created))
@@ -163,7 +190,7 @@ class Lease:
 
     def _has_successor(self) -> bool:
         """Whether another start has trained the run since, even if it has ended; noted. Raises OSError."""
-        if generation.last_begun(self.directory)[0] > self.generation > 0:
+        if last_begun(self.directory)[0] > self.generation > 0:
             self._lost_to = "a start that has trained it since, and has ended"
         return bool(self._lost_to)
 
@@ -218,3 +245,120 @@ def remove_empty(folders: tuple[Path, ...]) -> None:
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
+
+
+class Claim:
+    """The attempts of a start to become the owner: the main process calls `attempt` until it succeeds.
+
+    Each attempt is short, because the other processes wait in a collective for its result.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        stopped: Callable[[], str],
+        *,
+        recipe: str = "",
+        take_over: bool = False,
+        how: str = "--take-over true",
+    ) -> None:
+        """`directory`: of the run; None: a new one in runs/`recipe`. `stopped`: returns the reason once this start
+        should end instead of waiting for a silent owner, else "". `how`: what the user gives for `take_over`."""
+        self.directory, self.stopped, self.recipe = directory, stopped, recipe
+        self.take_over, self.how = take_over, how
+        self.owner = Owner.of_this_process()
+        self._waiting_since: float | None = None
+        self._first_look: OwnerFile | None = None  # at the current owner
+        self._last_look: OwnerFile | None = None
+        self._last_change = 0.0  # when the owner file was first seen in its present state
+
+    def attempt(self) -> tuple[Path, Owner | None, tuple[Path, ...], int] | None:
+        """Try once to become the owner. Returns the directory, this start's entry as its owner, the folders that
+        were created and its generation; or None if it has to be called again.
+
+        The owner is None if the directory holds a finished run and cannot be written. Raises UserError.
+        """
+        if self.directory is None:
+            directory, created = new_directory(self.recipe)
+        else:
+            directory = self.directory
+            created = make_directory(directory)
+        place = directory / FILE
+        try:
+            private = write_private(directory, self.owner)
+            try:
+                published = publish_owner(private, place)
+                if not published:
+                    with contextlib.suppress(FileNotFoundError):  # the owner has just released it
+                        seen = read_owner(place)
+                        age = max(0.0, (private.stat().st_mtime_ns - seen.changed) / 1e9)
+                        if self._is_free(directory, seen, age):
+                            published = publish_owner(private, place)
+            finally:
+                private.unlink(missing_ok=True)
+            if not published:
+                return None
+            try:
+                generation = claim_next(directory)
+                # Only now: an earlier owner that still writes either finds this one, or has its unfinished write here.
+                remove_unfinished_writes(directory)
+            except OSError:
+                place.unlink()
+                raise
+        except OSError as error:
+            remove_empty(created)
+            if (directory / "result.json").is_file():
+                return directory, None, (), 0
+            raise cannot_be_written(directory, error) from error
+        return directory, self.owner, created, generation
+
+    def _is_free(self, directory: Path, seen: OwnerFile, age: float) -> bool:
+        """Remove the owner if it is dead and return True; else wait a moment and return False.
+
+        `age`: seconds since its last sign of life, by the file server's clock. Raises UserError if the owner is alive.
+        """
+        now = time.monotonic()
+        if self._first_look is None or self._first_look.owner != seen.owner:
+            self._first_look = seen
+        if self._last_look != seen:
+            self._last_look, self._last_change = seen, now
+        silent = now - self._last_change
+        lives = seen.lives()
+        dead = lives is False or (lives is None and max(age, silent) >= STALE_SECONDS and silent >= CONFIRM_SECONDS)
+        if dead or self.take_over:
+            if not dead:
+                print_line(f"accel-train: {directory} is taken over from {seen.who}")
+            remove_owner(directory, seen, self.owner)
+            return True
+        if reason := self.stopped():
+            raise UserError(f"Stopped by {reason} while waiting for {directory}, which has an owner: {seen.who}.")
+        in_job = bool(self.owner.job)
+        same_job = in_job and seen.owner is not None and seen.owner.job == self.owner.job
+        shows_life = lives or (self._first_look.changed != seen.changed and silent < CONFIRM_SECONDS)
+        self._waiting_since = self._waiting_since or now
+        waits_for_its_end = shows_life and same_job and now - self._waiting_since < STALE_SECONDS
+        waits_in_doubt = not shows_life and (in_job or age >= STALE_SECONDS)
+        if not (waits_for_its_end or waits_in_doubt):
+            raise UserError(
+                f"{directory} has an owner: {seen.who}; its last sign of life is {age_text(age)} old. A run can "
+                f"have only one writer: wait until it ends, or stop it. To take over the run: {self.how}."
+            )
+        if now == self._waiting_since:
+            most = CONFIRM_SECONDS if waits_in_doubt and age >= STALE_SECONDS else STALE_SECONDS
+            what = "it to end" if waits_for_its_end else "another one; without one it counts as dead"
+            print_line(
+                f"accel-train: {directory} has an owner: {seen.who}; its last sign of life is {age_text(age)} old. "
+                f"Waiting at most {most:.0f} s for {what}"
+            )
+        time.sleep(POLL_SECONDS)
+        return False
+
+
+def claim_run(accelerator: Accelerator, claim: Claim) -> Lease:
+    """Make this start the owner of its run's directory, which is created if it does not exist.
+
+    Collective; waits for an owner that may be dead. Raises UserError if another start owns the run.
+    """
+    while (claimed := broadcast_from_main(accelerator, claim.attempt)) is None:
+        pass  # one short attempt at a time, so that the others do not wait in one long collective
+    return Lease(*claimed, renews=accelerator.is_main_process)

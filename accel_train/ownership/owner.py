@@ -1,8 +1,14 @@
-"""The file owner.json in a run's directory names the start that owns the run.
+"""Who owns a run: owner.json names the start that does, generations/ counts the starts that did.
 
 File locks are not reliable where runs are stored: NFS may be mounted without them, and on some parallel file systems
-they only work within one host. So only two operations are used here: a hard link, which the file server creates
-atomically and for one host only, and a rename.
+they only work within one host. So only two operations are used for owner.json: a hard link, which the file server
+creates atomically and for one host only, and a rename.
+
+A start that slept through a whole other start finds its own name, or none, in owner.json, and must still see that it
+has a successor. So each owner gets the next number, its generation, by creating generations/00000003.json exclusively,
+which is atomic on NFS, too, and needs no hard links. When it begins to train it writes into the file from which update,
+and the file stays when it releases the run. Everything that an owner writes names its generation. So readers can leave
+out what an owner wrote after a later one had begun: a checkpoint or a result that is late.
 """
 
 from __future__ import annotations
@@ -15,16 +21,19 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from accel_train.files import open_to_write
 from accel_train.launch.parent import elastic_id
 from accel_train.launch.process import has_ended, hostname, job_id, machine_id, start_time
-from accel_train.untrusted import open_regular_file, read_regular_file
+from accel_train.untrusted import is_count, open_regular_file, read_json_object, read_regular_file
 
 FILE = "owner.json"
+GENERATIONS = "generations"  # the folder
 MOST_BYTES = 10_000  # of owner.json
 STALE_SECONDS = 120.0  # without a sign of life: dead. Long enough for a process that holds Python's lock
 # What file systems without hard links answer (vfat, FUSE, some NFS). If the folder cannot be written at all, the other
@@ -190,3 +199,80 @@ def age_text(seconds: float) -> str:
     if seconds < 600:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 36000 else f"{seconds / 3600:.0f} h"
+
+
+def claim_next(directory: Path) -> int:
+    """Begin the next generation of the run in `directory`; return its number. Raises OSError.
+
+    The number is also higher than those in status.json and result.json: somebody may have copied them alone.
+    """
+    (directory / GENERATIONS).mkdir(exist_ok=True)
+    copied = [generation_of(read_json_object(directory / name)) for name in ("status.json", "result.json")]
+    while True:
+        number = max([*_generations(directory), *copied, 0]) + 1
+        with contextlib.suppress(FileExistsError):
+            open_to_write(_generation_file(directory, number), "xb").close()
+            return number
+
+
+def begin_generation(directory: Path, number: int, update: int, write: Callable[[Path, str], None]) -> None:
+    """Record with `write` that the owner `number` trains from `update` on. Earlier records are no longer needed."""
+    write(_generation_file(directory, number), json.dumps({"generation": number, "update": update}) + "\n")
+    for earlier in _generations(directory):
+        if earlier < number:
+            with contextlib.suppress(OSError):
+                _generation_file(directory, earlier).unlink()
+
+
+def return_generation(directory: Path, number: int) -> None:
+    """Remove the generation of an owner that has not begun to train, and the folder if it is empty."""
+    with contextlib.suppress(OSError):
+        if not _generation_file(directory, number).stat().st_size:
+            _generation_file(directory, number).unlink()
+        (directory / GENERATIONS).rmdir()
+
+
+def last_begun(directory: Path) -> tuple[int, int]:
+    """The newest generation that has begun to train, and the update from which; (0, 0) if none has. Raises OSError."""
+    for number in sorted(_generations(directory), reverse=True):
+        record = read_json_object(_generation_file(directory, number))
+        if is_count(record.get("update")):
+            return number, int(record["update"])
+    return 0, 0
+
+
+def generation_of(record: Mapping[str, Any]) -> int:
+    """The generation that a record of a run names, from 1; 0 if it names none."""
+    number = record.get("generation", 0)
+    return number if is_count(number) else 0
+
+
+def is_late(directory: Path, record: Mapping[str, Any], update: int | None = None) -> bool:
+    """Whether an earlier owner wrote `record` after a later one had begun to train the run in `directory`.
+
+    `update`: of a checkpoint. One that the later owner may have begun from is not late. Without it `record` is a
+    result: the later owner has renamed an earlier one before it began. Raises OSError.
+    """
+    number, began_at = last_begun(directory)
+    return 0 < generation_of(record) < number and (update is None or update > began_at)
+
+
+def read_result(run: Path) -> dict[str, Any]:
+    """The content of the result of the run in the folder `run`; {} if it is not finished, or its result is damaged.
+
+    A late result is none. Raises OSError.
+    """
+    result = read_json_object(run / "result.json")
+    return {} if is_late(run, result) else result
+
+
+def _generations(directory: Path) -> list[int]:
+    try:
+        stems = [path.stem for path in (directory / GENERATIONS).iterdir() if path.suffix == ".json"]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [int(stem) for stem in stems if stem.isascii() and stem.isdigit()]
+
+
+def _generation_file(directory: Path, number: int) -> Path:
+    return directory / GENERATIONS / f"{number:08d}.json"

@@ -181,7 +181,7 @@ class RunDirectory:
 
     @property
     def _generation(self) -> dict[str, int]:
-        """What each record says of the owner that wrote it; see ownership/generation.py."""
+        """What each record says of the owner that wrote it; see ownership/owner.py."""
         return {"generation": self.lease.generation} if self.lease.generation else {}
 
     def _replace(self, name: str, content: str | bytes, *, durable: bool = False) -> bool:

@@ -23,8 +23,8 @@ from accel_train.config.compatibility import (
 from accel_train.config.schema import Config, value
 from accel_train.errors import UserError, counted
 from accel_train.launch.environment import Launch
-from accel_train.ownership.generation import is_late
 from accel_train.ownership.lease import Lease
+from accel_train.ownership.owner import is_late
 from accel_train.records.result import resume_command
 from accel_train.untrusted import json_object, read_regular_file
 

@@ -24,7 +24,7 @@ from accel_train.data.sources.load import splits_of
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UntrustedError, UserError, counted, first_of, one_line
 from accel_train.models.weights import is_hub_name
-from accel_train.ownership.generation import read_result
+from accel_train.ownership.owner import read_result
 from accel_train.records.model_info import FILE, ModelInfo, read_model_info
 from accel_train.records.provenance import metric_key
 from accel_train.tools.inference import Prediction, Preprocessing, classify_files

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from owners import checkpoint_of, claim
 
-from accel_train.ownership import generation
-from accel_train.ownership.generation import claim_next, is_late, last_begun, read_result
+from accel_train.ownership import owner
+from accel_train.ownership.owner import claim_next, is_late, last_begun, read_result
 from accel_train.records.directory import RunDirectory
 from accel_train.untrusted import read_json_lines
 
@@ -64,6 +64,6 @@ def test_two_starts_that_look_at_the_same_moment_get_two_numbers(
 ) -> None:
     assert claim_next(tmp_path) == 1
     looks: Any = iter([[]])  # the other one's file is not there yet
-    numbers = generation._numbers
-    monkeypatch.setattr(generation, "_numbers", lambda directory: next(looks, numbers(directory)))
+    numbers = owner._generations
+    monkeypatch.setattr(owner, "_generations", lambda directory: next(looks, numbers(directory)))
     assert claim_next(tmp_path) == 2

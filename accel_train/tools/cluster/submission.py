@@ -25,8 +25,7 @@ from accel_train.config.compatibility import learning_settings
 from accel_train.config.options import parse
 from accel_train.errors import UserError, writing
 from accel_train.files import atomic_write, open_to_write
-from accel_train.ownership.generation import read_result
-from accel_train.ownership.owner import has_owner
+from accel_train.ownership.owner import has_owner, read_result
 from accel_train.tools.cluster.elements import Element
 from accel_train.tools.cluster.scheduler import WAITING, Pbs, Slurm, ask, states_of
 from accel_train.untrusted import is_file_name, read_json_lines, read_regular_file
