@@ -38,10 +38,9 @@ from accel_train.optim.performance import LESS_MEMORY, memory_advice
 from accel_train.records.metrics import LOWER_IS_BETTER
 from accel_train.records.summary import plan_text
 from accel_train.run.ending import TrainingResult, complete, finish, interrupt
-from accel_train.run.finished import find_finished_run
 from accel_train.run.observers import check_observers
 from accel_train.run.run import Run
-from accel_train.run.start import claim_directory, find_start, load_data
+from accel_train.run.start import claim_directory, find_finished_run, find_start, load_data
 from accel_train.run.stopping import StopAskedError, StopRequests
 from accel_train.training_setup import Checks, TrainingSetup, connect, create_training_setup, import_libraries
 

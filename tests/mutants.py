@@ -46,7 +46,7 @@ class Mutant(NamedTuple):
 
 DIRECTORY, STORE, STATE = "checkpoint/directory.py", "checkpoint/store.py", "checkpoint/train_state.py"
 LEASE, OWNER = "ownership/lease.py", "ownership/owner.py"
-STOPPING, FINISHED, ENDING, NONFINITE = (f"run/{name}.py" for name in ("stopping", "finished", "ending", "nonfinite"))
+STOPPING, START, ENDING, NONFINITE = (f"run/{name}.py" for name in ("stopping", "start", "ending", "nonfinite"))
 RUN, WATCHDOG = "run/run.py", "run/watchdog.py"
 PLAN, SAMPLERS = "data/order/plan.py", "data/order/samplers.py"
 PARAMETERS, BATCH, IMAGE = (f"data/transforms/{name}.py" for name in ("parameters", "batch", "image"))
@@ -150,14 +150,14 @@ MUTANTS = [
            "run/test_stop_requests.py", "a signal during the imports is obeyed"),
     Mutant(STOPPING, "now - self.last_save > self.save_every_seconds", "now - self.last_poll > self.save_every_seconds",
            "run/test_stop_requests.py", "the clock saves after so many seconds without a save"),
-    Mutant(FINISHED, "    if result is not None and is_late(run, result):\n        return None\n", "",
+    Mutant(START, "    if result is not None and is_late(run, result):\n        return None\n", "",
            "run/test_finished.py", "a result that an earlier owner wrote late finishes no run"),
-    Mutant(FINISHED, "config.epochs <= result[\"epochs\"]", "config.epochs < result[\"epochs\"]",
+    Mutant(START, "config.epochs <= result[\"epochs\"]", "config.epochs < result[\"epochs\"]",
            "run/test_finished.py", "a finished run of other settings is not redone in its place"),
-    Mutant(FINISHED, "if key in END_KEYS or affects_learning(key, config.schedule.name)]",
+    Mutant(START, "if key in END_KEYS or affects_learning(key, config.schedule.name)]",
            "if affects_learning(key, config.schedule.name)]",
            "run/test_finished.py", "a finished run of fewer epochs is not what was asked for"),
-    Mutant(FINISHED, "for name in (*WEIGHTS, RESULT)}", "for name in (RESULT,)}",
+    Mutant(START, "for name in (*WEIGHTS, RESULT)}", "for name in (RESULT,)}",
            "run/test_finished.py", "a run that goes on keeps the weights of its earlier end"),
     Mutant(ENDING, "    return len(run.checkpoints.failures) + run.directory.failures", "    return run.directory.failures",
            "run/test_ending.py", "exit code 1: a finished run whose checkpoints failed"),
@@ -185,17 +185,17 @@ MUTANTS = [
            "run/test_end_update.py", "a rewind remembers which updates to skip"),
     Mutant(RUN, "            state.epoch_left_out += covered - samples", "            pass",
            "run/test_end_update.py", "unreadable samples are counted as left out"),
-    Mutant("run/opening.py", "[MetricsLines(directory), Status(directory)]", "[Status(directory), MetricsLines(directory)]",
+    Mutant(RUN, "[MetricsLines(directory), Status(directory)]", "[Status(directory), MetricsLines(directory)]",
            "records/test_sinks.py", "metrics.jsonl has what anybody else is told", "the order is that of records/"),
     Mutant("run/observers.py", "(copy.deepcopy(event))", "(event)",
            "run/test_observers.py", "no observer sees what another one does to a value"),
     Mutant("run/observers.py", "            self._observers.remove(observer)\n", "",
            "run/test_observers.py", "an observer that failed is warned of once, and dropped"),
-    Mutant("run/progress_store.py", " or self._last_heard[rank][0] != progress.beat:", ":",
+    Mutant(WATCHDOG, " or self._last_heard[rank][0] != progress.beat:", ":",
            "run/test_signs_of_life.py", "a living process is not called lost"),
     Mutant(WATCHDOG, "                if self._has_updated\n", "                if not self._has_updated\n",
            "run/test_signs_of_life.py", "until the first update another time limit counts"),
-    Mutant("run/progress_store.py", "self._store.compare_set(\"end\", \"\", announcement)", "self._store.compare_set(\"end\", self._store.get(\"end\") if self._store.check([\"end\"]) else \"\", announcement)",
+    Mutant(WATCHDOG, "self._store.compare_set(\"end\", \"\", announcement)", "self._store.compare_set(\"end\", self._store.get(\"end\") if self._store.check([\"end\"]) else \"\", announcement)",
            "run/test_signs_of_life.py", "the first reason for the end of a run is the one that all tell"),
     # The order of the data
     Mutant(PLAN, "return min(self.batch_size, self.samples - position)", "return self.batch_size",
@@ -398,7 +398,8 @@ MUTANTS = [
            "cluster/test_elements.py", "a job that has not ended counts, whatever came after it",
            "tests/cluster has everything about jobs"),
     Mutant("tools/cluster/elements.py", "plain if plain == text else", "plain if True else",
-           "cluster/test_elements.py", "values that look alike are different runs"),
+           "cluster/test_elements.py", "values that look alike are different runs",
+           "tests/cluster has everything about jobs"),
 ]  # fmt: skip
 
 

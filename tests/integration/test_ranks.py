@@ -23,8 +23,7 @@ from torch import distributed
 from accel_train.errors import UserError
 from accel_train.launch import rendezvous
 from accel_train.launch.environment import Launch
-from accel_train.run.progress_store import ProgressStore
-from accel_train.run.watchdog import Watchdog
+from accel_train.run.watchdog import ProgressStore, Watchdog
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from accel_train.records.console import command_lines
 RUN = """
 import os, sys, time
 from accel_train.errors import print_logged
-from accel_train.run.opening import open_console
+from accel_train.run.run import open_console
 print_logged()  # as the command line does
 prints = "silent" not in sys.argv
 with open_console(prints=prints, total_updates=20, updates_per_epoch=10, epochs=2, first_update=2) as console:
@@ -185,7 +185,7 @@ def test_no_color_is_respected() -> None:
 
 
 NAMES = """
-from accel_train.run.opening import open_console
+from accel_train.run.run import open_console
 name = "cat\\x1b[2J\\x1b]0;owned\\x07\\nforged"
 with open_console(prints=True, total_updates=2, updates_per_epoch=1, epochs=2) as console:
     console.say("said " + name, "an [b]ordinary[/b] line: קטה")
@@ -220,7 +220,7 @@ def test_a_forked_worker_does_not_print_through_the_display() -> None:
 
 EPOCHS = """
 import time
-from accel_train.run.opening import open_console
+from accel_train.run.run import open_console
 with open_console(prints=True, total_updates=100, updates_per_epoch=10, epochs=10) as console:
     for line in range({lines}):
         console.say("")

@@ -11,7 +11,7 @@ import pytest
 from rich.text import Text
 
 from accel_train.records.terminal import NotebookDisplay
-from accel_train.run.opening import open_console
+from accel_train.run.run import open_console
 
 
 class Output:

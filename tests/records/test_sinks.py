@@ -35,7 +35,7 @@ from accel_train.records.events import (
 )
 from accel_train.records.sinks import MetricsLines, Status, Stream, line_of
 from accel_train.records.trackers import Trackers
-from accel_train.run.opening import create_sinks
+from accel_train.run.run import create_sinks
 
 # What the package itself does, with a sink more that ends the process by SIGKILL. The ledger is written at each update.
 KILLED = """

@@ -14,7 +14,7 @@ from accel_train.config.schema import Config, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.launch.environment import Launch
 from accel_train.ownership.lease import Lease
-from accel_train.run.finished import find_finished_run
+from accel_train.run.start import find_finished_run
 
 
 class TestEarlierEnd:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from accel_train.run.progress_store import Progress, ProgressStore
-from accel_train.run.watchdog import Watchdog
+from accel_train.run.watchdog import Progress, ProgressStore, Watchdog
 
 
 @pytest.fixture
