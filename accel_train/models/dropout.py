@@ -235,27 +235,23 @@ class PlannedMasks:
     def _plan(self, rows: int, calls: list[Call], device: torch.device) -> None:
         repeated = [call for call in calls if call.number]
         self._rows = [rows + repeated.index(call) if call.number else call.row for call in calls]
-        self._words = [call.words for call in calls]
         if calls:
             # Of a sample's words, the number of each in its mask; of their elements, the lowest draw that is kept.
-            numbers = torch.cat([torch.arange(count) for count in self._words]) * signed(GOLDEN)
+            numbers = torch.cat([torch.arange(call.words) for call in calls]) * signed(GOLDEN)
             lowest = torch.cat([torch.full((PER_WORD * call.words,), call.lowest, dtype=torch.int16) for call in calls])
-            numbers, self._lowest = (
+            self._numbers, self._lowest = (
                 pinned(values, device).to(device, non_blocking=True) for values in (numbers, lowest)
             )
-            self._numbers = torch.split(numbers, self._words)
 
     def compute(self, keys: Tensor) -> None:
         """Compute the planned masks. `keys`: what `begin` has returned, on the device."""
-        calls, device = self._planned
+        calls, _ = self._planned
         if not calls:
             return
         keys = keys.T * signed(GOLDEN)
-        words = torch.empty((len(keys), sum(self._words)), dtype=torch.int64, device=device)
-        for row, numbers, part in zip(self._rows, self._numbers, torch.split(words, self._words, 1), strict=True):
-            torch.add(numbers, keys[:, row, None], out=part)
-        keep = scramble(words).view(torch.int16) >= self._lowest
-        parts = torch.split(keep, [PER_WORD * count for count in self._words], 1)
+        words = [keys[:, row, None].expand(-1, call.words) for row, call in zip(self._rows, calls, strict=True)]
+        keep = scramble(torch.cat(words, 1).add_(self._numbers)).view(torch.int16) >= self._lowest
+        parts = torch.split(keep, [PER_WORD * call.words for call in calls], 1)
         self._masks = {call: part[:, : call.size] for call, part in zip(calls, parts, strict=True)}
 
 
