@@ -30,11 +30,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from accel_train.checkpoint.format import Snapshot
+from accel_train.checkpoint.directory import Snapshot
+from accel_train.checkpoint.reading import check_same_model
 from accel_train.checkpoint.state_dict import named_tensors, outline
 from accel_train.checkpoint.store import CheckpointStore, RestorePlan
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.checkpoint.weights import check_same_model
 from accel_train.data.order.plan import Plan, accumulation_steps, virtual_batch_size
 from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, IndexSampler, TrainingSampler
 from accel_train.data.workers import no_collate

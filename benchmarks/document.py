@@ -18,7 +18,7 @@ from typing import Any
 
 import tasks
 
-from accel_train.checkpoint.format import versions
+from accel_train.checkpoint.directory import versions
 from accel_train.launch.process import available_cores
 from accel_train.tools.workload import Spread, device_name
 

@@ -52,7 +52,7 @@ PLAN, SAMPLERS = "data/order/plan.py", "data/order/samplers.py"
 PARAMETERS, BATCH, IMAGE = (f"data/transforms/{name}.py" for name in ("parameters", "batch", "image"))
 METRICS, EVALUATE, RECORDS = "records/metrics.py", "evaluate.py", "records/directory.py"
 VIRTUAL, KEYS = "models/batchnorm.py", "models/dropout.py"
-AGREEMENT, PRECISION = "launch/agreement.py", "launch/precision.py"
+AGREEMENT, ACCELERATOR = "launch/agreement.py", "launch/accelerator.py"
 OPTIONS = "config/options.py"
 
 MUTANTS = [
@@ -101,7 +101,7 @@ MUTANTS = [
            "checkpoint/test_manager.py", "the EMA is restored as it was saved"),
     Mutant(STORE, "            self.accelerator.scaler.load_state_dict(plan.state[\"scaler\"])", "            pass",
            "checkpoint/test_manager.py", "the loss scaler is restored"),
-    Mutant("checkpoint/choose.py", "            if is_late(folder.parent, snapshot.state, update):", "            if False:",
+    Mutant("checkpoint/reading.py", "            if is_late(folder.parent, snapshot.state, update):", "            if False:",
            "checkpoint/test_manager.py", "a checkpoint that an earlier owner wrote late is not resumed from"),
     Mutant("checkpoint/manager.py", "        position.forget_best()", "        pass",
            "checkpoint/test_manager.py", "the best value of another metric no longer counts"),
@@ -355,9 +355,9 @@ MUTANTS = [
            "launch/test_agreement.py", "an error on one process ends all of them"),
     Mutant(AGREEMENT, "    if isinstance(outcome[0], UserError):\n        raise outcome[0]\n", "",
            "launch/test_agreement.py", "an error of the main process is raised on all of them"),
-    Mutant(PRECISION, "asked == \"fp16\" and kind == \"cpu\"", "asked == \"bf16\" and kind == \"cpu\"",
+    Mutant(ACCELERATOR, "asked == \"fp16\" and kind == \"cpu\"", "asked == \"bf16\" and kind == \"cpu\"",
            "launch/test_precision.py", "the precision that is written is the one that is computed"),
-    Mutant(PRECISION, "os.environ.get(\"NVIDIA_TF32_OVERRIDE\") == \"0\"", "os.environ.get(\"NVIDIA_TF32_OVERRIDE\") == \"1\"",
+    Mutant(ACCELERATOR, "os.environ.get(\"NVIDIA_TF32_OVERRIDE\") == \"0\"", "os.environ.get(\"NVIDIA_TF32_OVERRIDE\") == \"1\"",
            "launch/test_precision.py", "a run in TF32 says so"),
     # Export
     Mutant("tools/export/preprocess.py", "\"std\": list(info.std)", "\"std\": list(info.mean)",

@@ -19,7 +19,7 @@ import yaml
 from PIL import Image
 
 from accel_train import cli
-from accel_train.checkpoint.weights import RunWeights
+from accel_train.checkpoint.reading import RunWeights
 from accel_train.cli.results import _epoch as epoch_of
 from accel_train.config.recipe import read_recipe
 from accel_train.config.schema import Data
@@ -262,7 +262,7 @@ EXCEPTIONS = {
     "files": "is the door of what is written, and flushes folders",
     # What the system says
     "tools.doctor.job": "/proc", "tools.doctor.node": "/proc and cgroups",
-    "launch.process": "/proc", "launch.parent": "/proc",
+    "launch.process": "/proc",
     "errors": "/dev/null",
     # Files of the package, and of a folder that the program has just made
     "data.sources.arrays": "the digits of the package",
@@ -272,7 +272,7 @@ EXCEPTIONS = {
     "cli.evaluate": "temporary files beside what the user names", "cli.recipes": "what the user names",
     "tools.shards": "a folder that it has just made",
     # Checked before
-    "checkpoint.format": "verify_files has found regular files", "checkpoint.weights": "require_regular_file",
+    "checkpoint.directory": "verify_files has found regular files", "checkpoint.reading": "require_regular_file",
     "config.recipe": "train <(…): a pipe is meant, and read to a bound",
     "tools.predictions": "np.load of an opened file", "data.sources.files.tars": "tarfile of an opened file",
     "user_code.loading": "the import of a user's own code",

@@ -16,12 +16,11 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from accel_train.checkpoint.directory import checkpoint_path, list_updates
-from accel_train.checkpoint.format import Snapshot, epochs_done, versions
+from accel_train.checkpoint.directory import Snapshot, checkpoint_path, epochs_done, list_updates, versions
+from accel_train.checkpoint.reading import check_same_model
 from accel_train.checkpoint.state_dict import named_tensors, outline
 from accel_train.checkpoint.store import CheckpointStore, RestorePlan
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.checkpoint.weights import check_same_model
 from accel_train.config.compatibility import (
     SAMPLE_KEYS,
     check_changes,

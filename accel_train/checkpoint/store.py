@@ -24,16 +24,19 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from accel_train.checkpoint.choose import choose_checkpoint
 from accel_train.checkpoint.directory import (
+    Snapshot,
     check_can_commit,
     checkpoint_path,
     commit,
     delete_checkpoint,
+    epochs_done,
     list_updates,
     updates_to_keep,
+    versions,
+    write_checkpoint,
 )
-from accel_train.checkpoint.format import Snapshot, epochs_done, versions, write_checkpoint
+from accel_train.checkpoint.reading import choose_checkpoint
 from accel_train.checkpoint.state_dict import (
     MismatchError,
     broadcast_optimizer_state,

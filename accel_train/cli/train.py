@@ -18,8 +18,7 @@ from accel_train.data.sources.root import check_root
 from accel_train.errors import UnsavedError, UserError, nearest, print_line, writing
 from accel_train.files import atomic_write
 from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process, prepare_environment
-from accel_train.launch.parent import record_stop_signal, recorded, stop_signals
-from accel_train.launch.process import CODE, start_folder, tell_job_script
+from accel_train.launch.process import CODE, record_stop_signal, recorded, start_folder, stop_signals, tell_job_script
 
 if TYPE_CHECKING:
     from accel_train.tools.doctor.check import Finding

@@ -33,8 +33,7 @@ from accel_train.data.compat import (
     start_fork_server,
     start_resource_tracker,
 )
-from accel_train.launch.parent import ENDINGS, WARNINGS
-from accel_train.launch.process import available_cores, stacks_file
+from accel_train.launch.process import ENDINGS, WARNINGS, available_cores, stacks_file
 
 WORKERS = "accel_train.data.workers"
 """The module of the data workers."""

@@ -24,8 +24,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from accel_train.errors import UserError, reason_of
 from accel_train.files import open_to_write
 from accel_train.launch.compat import process_group_store
-from accel_train.launch.parent import restart_count
-from accel_train.launch.process import hostname, ranges
+from accel_train.launch.process import hostname, ranges, restart_count
 
 T = TypeVar("T")
 TICK_SECONDS, LEAVE_SECONDS = 1.0, 5.0

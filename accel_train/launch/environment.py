@@ -22,18 +22,19 @@ from pathlib import Path
 import psutil
 
 from accel_train.errors import UserError, how_to_get, print_line
-from accel_train.launch.parent import (
+from accel_train.launch.process import (
     Ancestor,
     ancestors,
     asked_of_accelerate,
+    available_cores,
     elastic_id,
     is_launcher,
     is_slurm_task,
     launcher_command,
     only_launcher_set,
     parent_process,
+    start_time,
 )
-from accel_train.launch.process import available_cores, start_time
 from accel_train.untrusted import read_regular_file
 
 MPI_VARIABLES = (  # rank, world size, local rank, local world size

@@ -21,8 +21,7 @@ from torch import distributed
 from accel_train import __version__
 from accel_train.errors import UserError, reason_of
 from accel_train.launch.environment import Launch, allocated_hosts, name_of_world
-from accel_train.launch.parent import FROM_LAUNCHER, recorded_stop_signal, restart_count
-from accel_train.launch.process import has_ended, hostname, ranges
+from accel_train.launch.process import FROM_LAUNCHER, has_ended, hostname, ranges, recorded_stop_signal, restart_count
 
 AFTER_SIGTERM_SECONDS = 15.0  # launchers send SIGKILL 30 s after it
 VERDICT_SECONDS = 5.0  # for rank 0 to write whether all is well

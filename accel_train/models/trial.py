@@ -28,9 +28,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel_train.config.schema import Config
 from accel_train.errors import first_of
+from accel_train.launch.accelerator import without_tf32
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.compat import TorchDispatchMode, backward_pass
-from accel_train.launch.precision import without_tf32
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
 from accel_train.models.verdict import Verdict, check_synchronized, read_verdict

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
 from accel_train.keyed import key
-from accel_train.launch.precision import precision
+from accel_train.launch.accelerator import precision
 from accel_train.models.trial import different_images, restored
 
 if TYPE_CHECKING:

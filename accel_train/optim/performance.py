@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from accel_train.config.schema import Model
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError, counted
-from accel_train.launch.precision import use_tf32
+from accel_train.launch.accelerator import use_tf32
 from accel_train.models.trial import restored
 from accel_train.models.wrapping import without_compilation
 

@@ -29,7 +29,7 @@ from accel_train.untrusted import (
     read_json_object,
     read_regular_file,
 )
-from accel_train.user_code.kept import FOLDER, keep_code
+from accel_train.user_code.loading import FOLDER, keep_code
 
 DAMAGED = "metrics.damaged.jsonl"
 STATUS_SECONDS = 2.0  # status.json is not rewritten more often than this

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from accel_train.checkpoint.format import PACKAGES, versions
+from accel_train.checkpoint.directory import PACKAGES, versions
 from accel_train.config.schema import Config, value
 from accel_train.user_code.reference import (
     OBJECT,
@@ -50,7 +50,7 @@ def code_facts(config: Config) -> dict[str, str]:
     hashes = " ".join(f"{option} {digest}" for option, digest in _hashes(used).items())
     if OBJECT not in {reference.module for reference in used.values()}:
         return {"code": hashes}
-    from accel_train.user_code.objects import weights_hash
+    from accel_train.user_code.reference import weights_hash
 
     return {"code": hashes, "the weights of the model (give a function that makes it)": weights_hash()}
 

@@ -23,8 +23,7 @@ from accel_train.data.sources.splits import Splits, label_numbers
 from accel_train.errors import UserError, counted
 from accel_train.files import open_to_write
 from accel_train.launch.environment import Launch
-from accel_train.launch.parent import LAUNCHERS, launcher_command
-from accel_train.launch.process import start_folder
+from accel_train.launch.process import LAUNCHERS, launcher_command, start_folder
 from accel_train.records.cost import cost_text
 from accel_train.records.metrics import Evaluation, figures_for, headlines
 from accel_train.user_code.reference import GIVEN

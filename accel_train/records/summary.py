@@ -19,7 +19,7 @@ from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.sources.load import resolve_mean_std, splits_of
 from accel_train.data.sources.splits import Source, Splits, has_one_size
 from accel_train.errors import UserError, counted, first_of, one_line
-from accel_train.launch.precision import precision, precision_notice
+from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.models.batchnorm import has_batchnorm
 from accel_train.optim.loss import check_labels
 from accel_train.optim.schedule import check_schedule

@@ -19,10 +19,9 @@ from accelerate.utils import gather_object
 from accel_train.checkpoint.directory import checkpoint_path
 from accel_train.config.schema import Config
 from accel_train.errors import UnsavedError, UserError, counted
+from accel_train.launch.accelerator import precision
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.launch.parent import FROM_LAUNCHER, other_agents_restart
-from accel_train.launch.precision import precision
-from accel_train.launch.process import MARKER, ranges
+from accel_train.launch.process import FROM_LAUNCHER, MARKER, other_agents_restart, ranges
 from accel_train.ownership.lease import Lease
 from accel_train.records.cost import cost_of
 from accel_train.records.directory import RunDirectory

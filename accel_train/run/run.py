@@ -19,9 +19,9 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.data.loading import evaluation_batch_size
 from accel_train.errors import MetricError, is_terminal, one_line
 from accel_train.evaluate import Batch, evaluate
+from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
-from accel_train.launch.parent import elastic_advice
-from accel_train.launch.precision import precision, precision_notice
+from accel_train.launch.process import elastic_advice
 from accel_train.models.verdict import raise_unused_parameters_advice
 from accel_train.models.wrapping import broadcast_buffers
 from accel_train.optim.performance import evaluation_advice, memory_advice, raise_memory_advice, training_advice

@@ -27,7 +27,7 @@ from accel_train.errors import UserError, print_line
 from accel_train.launch.accelerator import connecting
 from accel_train.launch.compat import set_collective_timeout
 from accel_train.launch.environment import in_job
-from accel_train.launch.parent import record_stop_signal, recorded_stop_signal, stop_signals, warning_to_job_script
+from accel_train.launch.process import record_stop_signal, recorded_stop_signal, stop_signals, warning_to_job_script
 
 Batch = TypeVar("Batch")
 
@@ -44,7 +44,7 @@ class StopRequests:
     """Collects requests to save or to stop. A context manager that restores the signals' handlers on leaving.
 
     Enter it as early as possible: a signal that comes during the program's setup is obeyed at the first update. So is a
-    signal that `launch.parent` has recorded before.
+    signal that `launch.process` has recorded before.
     """
 
     def __init__(self) -> None:

@@ -38,8 +38,15 @@ from torch import distributed
 from accel_train.errors import UserError, print_line, reason_of
 from accel_train.launch.accelerator import collective_seconds
 from accel_train.launch.compat import process_group_store, set_collective_timeout
-from accel_train.launch.parent import FROM_LAUNCHER, restart_count
-from accel_train.launch.process import CODE, has_ended, hostname, tell_job_script, write_stacks
+from accel_train.launch.process import (
+    CODE,
+    FROM_LAUNCHER,
+    has_ended,
+    hostname,
+    restart_count,
+    tell_job_script,
+    write_stacks,
+)
 from accel_train.records.directory import RunDirectory
 from accel_train.run.stopping import LAUNCHER_DEATH, StopRequests
 

@@ -30,9 +30,9 @@ from accelerate import Accelerator
 from accel_train.config.schema import Config, Stop
 from accel_train.data.sources.load import splits_of
 from accel_train.errors import LOGGER, writing
+from accel_train.launch.accelerator import precision
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
-from accel_train.launch.precision import precision
 from accel_train.records.provenance import environment
 from accel_train.tools.workload import Workload, device_name, ratio, spread
 from accel_train.train import train

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_train.checkpoint.reading import RunWeights, weights_of_run
 from accel_train.checkpoint.state_dict import broadcast_weights, named_tensors
-from accel_train.checkpoint.weights import RunWeights, weights_of_run
 from accel_train.config.schema import Config, as_dict
 from accel_train.data.loading import create_input_pipeline, evaluation_batch_size
 from accel_train.data.order.samplers import EvaluationSampler

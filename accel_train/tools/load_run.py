@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from accel_train import models
-from accel_train.checkpoint.weights import one_of_run
+from accel_train.checkpoint.reading import one_of_run
 from accel_train.config.options import parse_run
 from accel_train.config.schema import Config, Model, value
 from accel_train.config.url import is_url
@@ -29,7 +29,7 @@ from accel_train.records.model_info import FILE, ModelInfo, read_model_info
 from accel_train.records.provenance import metric_key
 from accel_train.tools.inference import Prediction, Preprocessing, classify_files
 from accel_train.untrusted import read_json_lines
-from accel_train.user_code.kept import import_context, kept_text
+from accel_train.user_code.loading import import_context, kept_text
 from accel_train.user_code.reference import GIVEN, parse_reference, short_name, texts_of
 
 
@@ -40,7 +40,7 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
     and with "model.name" the model be made. The run may be somebody else's: raises UntrustedError if that would execute
     or fetch what the run, not one of `overrides`, names, unless `trust_code`. Then code is the text that the run keeps.
     The folder of --data.stage, into which files are copied, is the run's with `trust_code` alone, else the default.
-    Objects that were given (user_code/objects.py) take the place of those of the run. Raises UserError.
+    Objects that were given (user_code/reference.py) take the place of those of the run. Raises UserError.
     """
     config = parse_run(run, overrides)
     named = {word.removeprefix("--").partition("=")[0].replace("_", "-") for word in overrides if word[:2] == "--"}

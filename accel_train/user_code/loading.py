@@ -1,23 +1,36 @@
-"""Imports and calls a user's code. An exception in it becomes one line that shows the user's own line."""
+"""Imports and calls a user's code; what a run keeps of it, and how that text is loaded again.
+
+An exception in the user's code becomes one line that shows the user's own line.
+
+RUN/code.json names the code of each option, and RUN/code has the text of each file. What these import is recorded by
+version or hash, but not copied. Anybody can prepare a run's folder, so its text is loaded only if the user has said
+--trust-code (tools/load_run.py). It is loaded by its path: no folder of a run is on Python's path. What it imports
+comes from the folder in which the user's own file was, or from the environment.
+"""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
+import json
+import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from accel_train.errors import UserError, nearest, one_line
-from accel_train.user_code.kept import import_context
-from accel_train.user_code.reference import OBJECT, Reference, code_file, file_hash, listed
+from accel_train.untrusted import is_file_name, parse_json, read_regular_file
+from accel_train.user_code.reference import OBJECT, Reference, code_file, file_hash, listed, load_object, missing
 
+FILE, FOLDER = "code.json", "code"
 USED: list[str] = []
 """The options whose code this process has loaded."""
 
@@ -30,8 +43,6 @@ def load(option: str, reference: Reference) -> Callable[..., Any]:
     """
     USED.append(option)
     if reference.module == OBJECT:
-        from accel_train.user_code.objects import load_object
-
         return load_object(option, reference)
     with showing_user_lines(option, reference):
         module = load_file(Path(reference.file)) if reference.file else importlib.import_module(reference.module)
@@ -133,3 +144,145 @@ def described(error: BaseException, reference: Reference) -> str:
         return f"{reason.rstrip('.')}."
     last = own[-1]
     return f"{reason.rstrip('.')} ({Path(last.filename).name}, line {last.lineno}, in {last.name}: `{last.line}`)."
+
+
+def keep_code(
+    used: Mapping[str, Reference], run: Path, write: Callable[[str, bytes], object], update: int
+) -> list[str]:
+    """Keep the user's code in the folder `run`, by `write(name, content)`. Returns notes about what has changed.
+
+    `used`: the code of each option; `update`: the number of updates before this start.
+    """
+    before, notes = _read(run), []
+    now: dict[str, dict[str, Any]] = {}
+    for option, reference in used.items():
+        path = code_file(reference)
+        if path is None:  # an object, or a module that is not a file of Python
+            now[option] = {"reference": str(reference)}
+            continue
+        kept = f"{FOLDER}/{path.stem}-{file_hash(path)[:12]}.py"
+        write(kept, read_regular_file(path, follow=True))
+        entry = {"reference": str(reference), "kept": kept, "sha256": file_hash(path), "imports": imports(path)}
+        old, now[option] = before.get(option, entry), entry
+        if old.get("sha256") != entry["sha256"]:
+            notes.append(
+                f"{option}: {path} has changed since the last start of this run. From update {update} on the new text "
+                f"is used; the old one is {old.get('kept')}."
+            )
+        changed = [name for name, digest in _own_modules(entry).items() if _own_modules(old).get(name) != digest]
+        if changed and old.get("sha256") == entry["sha256"]:
+            notes.append(
+                f"{option}: {', '.join(changed)}, which {path.name} imports, has changed since the last start of this "
+                f"run. From update {update} on the new text is used."
+            )
+    if now:
+        write(FILE, (json.dumps(now, indent=2) + "\n").encode())
+    return notes
+
+
+def imports(path: Path) -> dict[str, str]:
+    """Return what a file imports: the name of each module -> its version, or the hash of its file if it is the user's.
+
+    What these modules of the user's import is in it, too. Imports by other means than `import` statements are not seen.
+    """
+    packages = importlib.metadata.packages_distributions()
+    recorded: dict[str, str] = {}
+    files = [path]
+    for file in files:
+        for name in sorted(_imported_names(file)):
+            top = name.partition(".")[0]
+            if top in sys.stdlib_module_names or name in recorded:
+                continue
+            if top in packages:
+                recorded[top] = importlib.metadata.version(packages[top][0])
+                continue
+            beside = path.parent.joinpath(*name.split("."))
+            neighbours = (each for each in (beside.with_suffix(".py"), beside / "__init__.py") if each.is_file())
+            module = code_file(Reference("", name, "")) or next(neighbours, None)
+            recorded[name] = "not found" if module is None else f"sha256 {file_hash(module)}"
+            files += [module] if module is not None else []
+    return recorded
+
+
+def _imported_names(path: Path) -> set[str]:
+    names: set[str] = set()
+    try:
+        tree = ast.parse(read_regular_file(path, follow=True), str(path))
+    except (OSError, SyntaxError, ValueError):  # an error where it is imported
+        return names
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+    return names
+
+
+def _own_modules(entry: Mapping[str, Any]) -> dict[str, str]:
+    """The imported modules of the user's: the name of each -> "sha256 …"."""
+    recorded = entry.get("imports")
+    modules = recorded.items() if isinstance(recorded, dict) else ()
+    return {name: digest for name, digest in modules if str(digest).startswith("sha256 ")}
+
+
+def _read(run: Path) -> dict[str, dict[str, Any]]:
+    """Return the content of code.json; {} if there is none. Raises UserError if it is damaged."""
+    path = run / FILE
+    if not path.exists():
+        return {}
+    try:
+        content = parse_json(read_regular_file(path, follow=True))
+        if not (isinstance(content, dict) and all(isinstance(entry, dict) for entry in content.values())):
+            raise ValueError("it is not a table of options")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}); copy it again from where the model was trained.") from error
+    return content
+
+
+def kept_text(option: str, reference: Reference, run: Path) -> Path:
+    """Return the file of the text that the run in the folder `run` keeps for `option`, or for a metric "metrics:NAME".
+
+    `reference`: as it was given to the run. Raises UserError if there is none, or if it is not the recorded one.
+    """
+    entry = _read(run).get(option, {})
+    name = str(entry.get("kept", "")).removeprefix(f"{FOLDER}/")
+    path, where = run / FOLDER / name, f"--{option.partition(':')[0]} {reference.short}"
+    if reference.module == OBJECT:
+        raise UserError(missing(option, reference))
+    if not (is_file_name(name) and path.is_file()):
+        raise UserError(
+            f"{where}: the run does not have the text of this code ({FILE} and {FOLDER}/); copy them again from where "
+            "the model was trained."
+        )
+    if file_hash(path) != entry.get("sha256"):
+        raise UserError(
+            f"{where}: {path} is not the text whose hash {FILE} records; copy both again from where the model was "
+            "trained."
+        )
+    return path
+
+
+def import_context(path: Path) -> tuple[Path | None, str]:
+    """Return where a file of a user's own finds what it imports, besides the environment: a folder, and the package
+    for relative imports ("": none).
+
+    For a text that a run keeps they are those of the file or module that the run was trained with. The folder must be
+    here, belong to this user, and be no part of a run; else there is none.
+    """
+    if not _is_kept(path.parent):
+        return path.parent, ""
+    run = path.parent.parent
+    entries = (entry for entry in _read(run).values() if entry.get("kept") == f"{FOLDER}/{path.name}")
+    named = str(next(entries, {}).get("reference", "")).rpartition(":")[0]
+    if not named.endswith(".py"):
+        return None, named.rpartition(".")[0]
+    folder = Path(named).parent
+    if not (folder.is_absolute() and folder.is_dir() and folder.stat().st_uid in (os.getuid(), 0)):
+        return None, ""
+    is_of_run = folder.resolve().is_relative_to(run.resolve()) or _is_kept(folder.resolve())
+    return None if is_of_run else folder, ""
+
+
+def _is_kept(folder: Path) -> bool:
+    """Whether it is the folder in which a run keeps code."""
+    return folder.name == FOLDER and (folder.parent / FILE).exists()

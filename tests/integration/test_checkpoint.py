@@ -16,9 +16,8 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from accel_train.checkpoint.choose import find_newest_checkpoint
-from accel_train.checkpoint.directory import checkpoint_path, list_updates
-from accel_train.checkpoint.format import read_checkpoint
+from accel_train.checkpoint.directory import checkpoint_path, list_updates, read_checkpoint
+from accel_train.checkpoint.reading import find_newest_checkpoint
 
 WORKER = Path(checkpoint_worker.__file__)
 

@@ -12,8 +12,8 @@ import helpers
 import pytest
 from agents import Agent, Elastic, elastic
 
-from accel_train.checkpoint.choose import find_newest_checkpoint
-from accel_train.launch import parent
+from accel_train.checkpoint.reading import find_newest_checkpoint
+from accel_train.launch import process
 
 WORDS = ("digits", "--bitwise", "true", "--log-every-updates", 5, "--checkpoint.every-seconds", 2)
 
@@ -146,8 +146,12 @@ def test_what_a_process_knows_of_its_agent(
     for name, value in variables.items():
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    monkeypatch.setattr(parent, "launcher_command", lambda: command.split())
-    assert (parent.restart_count(), parent.elastic_id(), parent.other_agents_restart()) == (count, identifier, others)
-    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (parent.elastic_advice() or "")) == warns
+    monkeypatch.setattr(process, "launcher_command", lambda: command.split())
+    assert (process.restart_count(), process.elastic_id(), process.other_agents_restart()) == (
+        count,
+        identifier,
+        others,
+    )
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (process.elastic_advice() or "")) == warns
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
-    assert not parent.other_agents_restart()
+    assert not process.other_agents_restart()

@@ -24,7 +24,7 @@ from accel_train.launch.environment import (
     _threads,
     allocated_hosts,
 )
-from accel_train.launch.parent import Ancestor
+from accel_train.launch.process import Ancestor
 
 # What the launchers set: seen on Slurm 22.05 and Open MPI 4.1, documented by Intel MPI and MPICH.
 BATCH_SCRIPT = {
@@ -337,11 +337,11 @@ def test_two_versions_of_the_program_do_not_train_together() -> None:
 def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -> None:
     """The meeting alone, which needs no GPU: processes say which one they have, and are told to end while they wait."""
     program = (
-        "import os, signal, sys, threading; from accel_train.launch import environment, parent, rendezvous\n"
+        "import os, signal, sys, threading; from accel_train.launch import environment, process, rendezvous\n"
         "from accel_train.errors import UserError\n"
         "rendezvous.AFTER_SIGTERM_SECONDS = 1.0\n"
         "if len(sys.argv) > 2: threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
-        "signal.signal(signal.SIGTERM, parent.record_stop_signal)\n"
+        "signal.signal(signal.SIGTERM, process.record_stop_signal)\n"
         "try: store = rendezvous.rendezvous_of_ranks(environment.prepare_environment(), sys.argv[1], 60)\n"
         "except UserError as error: print(error)\n"
     )
@@ -362,13 +362,13 @@ def test_a_rank_that_finds_nobody_does_not_outlive_sigterm_and_its_launcher() ->
     """It waited for --rendezvous-timeout-seconds, ten minutes, beside the next start of the job."""
     program = (
         "import dataclasses, os, signal, sys, threading, time\n"
-        "from accel_train.launch import environment, parent, process, rendezvous\n"
+        "from accel_train.launch import environment, process, rendezvous\n"
         "from accel_train.errors import UserError\n"
         "launch, rendezvous.AFTER_SIGTERM_SECONDS = environment.prepare_environment(), 1.0\n"
         "if sys.argv[1] == 'SIGTERM': threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
         "elif (child := os.fork()) == 0: time.sleep(1); os._exit(0)\n"
         "else: launch = dataclasses.replace(launch, agent=(child, process.start_time(child)))\n"
-        "signal.signal(signal.SIGTERM, parent.record_stop_signal)\n"
+        "signal.signal(signal.SIGTERM, process.record_stop_signal)\n"
         "try: store = rendezvous.rendezvous_of_ranks(launch, '', 100)\n"
         "except UserError as error: print(error)\n"
     )

@@ -23,8 +23,8 @@ import helpers
 import pytest
 from helpers import started
 
-from accel_train.checkpoint.choose import find_newest_checkpoint
 from accel_train.checkpoint.directory import checkpoint_path, list_updates
+from accel_train.checkpoint.reading import find_newest_checkpoint
 
 LONG = ("digits", "--epochs", 200, "--log-every-updates", 5)
 

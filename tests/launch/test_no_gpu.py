@@ -8,8 +8,8 @@ import helpers
 import pytest
 import worlds
 
-from accel_train.launch import parent
-from accel_train.launch.parent import gpu_asked_for
+from accel_train.launch import process
+from accel_train.launch.process import gpu_asked_for
 
 CONFIGS = helpers.ROOT / "accelerate_configs"
 SILENT = "distributed_type: 'NO'\nmixed_precision: bf16\n"
@@ -79,7 +79,7 @@ def test_which_launch_commands_ask_for_a_gpu(tmp_path: Path, monkeypatch: pytest
 
     def asked(*words: str, launcher: str = "/bin/accelerate") -> str | None:
         line = [word if word not in files else str(tmp_path / word) for word in words]
-        monkeypatch.setattr(parent, "launcher_command", lambda: [launcher, "launch", *line, "script.py"])
+        monkeypatch.setattr(process, "launcher_command", lambda: [launcher, "launch", *line, "script.py"])
         return gpu_asked_for(None)
 
     assert asked("--config_file", "gpu") == f"gpu_ids: all in {tmp_path / 'gpu'}"
@@ -94,6 +94,6 @@ def test_which_launch_commands_ask_for_a_gpu(tmp_path: Path, monkeypatch: pytest
     default.write_text(files["gpu"])
     assert asked() == f"gpu_ids: all in {default}"
     assert asked(launcher="/bin/torchrun") is None
-    monkeypatch.setattr(parent, "launcher_command", list)
+    monkeypatch.setattr(process, "launcher_command", list)
     assert gpu_asked_for(None) is None
     assert gpu_asked_for(str(tmp_path / "multi")) is not None  # a task of srun's, with ACCEL_TRAIN_LAUNCHER_CONFIG

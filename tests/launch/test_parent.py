@@ -8,12 +8,10 @@ import sys
 
 import pytest
 
-from accel_train.launch import parent
-
 # The parent is what runs this; the child says what it knows of its parent.
 CHILD = """
 import sys
-from accel_train.launch.parent import launcher_command, only_launcher_set
+from accel_train.launch.process import launcher_command, only_launcher_set
 print(only_launcher_set("OMP_NUM_THREADS", "--threads"), *launcher_command()[-2:])
 """
 # A program with the name of a launcher, which starts the words that follow with OMP_NUM_THREADS=1, as torchrun does.
@@ -49,8 +47,3 @@ def test_what_only_the_launcher_has_set_is_told_from_the_users_choice(
     assert done.returncode == 0, done.stderr
     command = f" {' '.join(['run', *options][-2:])}" if name == "torchrun" else ""
     assert done.stdout.strip() == f"{expected}{command}"
-
-
-def test_this_process_has_a_parent() -> None:
-    process, command = parent.parent_process()
-    assert process.pid == os.getppid() and command

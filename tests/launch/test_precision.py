@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_train.launch.precision import precision, use_tf32, uses_tf32, without_tf32
+from accel_train.launch.accelerator import precision, use_tf32, uses_tf32, without_tf32
 
 SWITCHES: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]  # type: ignore[attr-defined]
 

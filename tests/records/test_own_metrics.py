@@ -21,7 +21,7 @@ from accel_train.evaluate import evaluate
 from accel_train.records import own_metrics as own
 from accel_train.records.metrics import Evaluation
 from accel_train.records.own_metrics import OwnMetrics
-from accel_train.user_code.objects import provided
+from accel_train.user_code.reference import provided
 
 CLASSES, SAMPLES = 3, 50
 GENERATOR = torch.Generator().manual_seed(0)

@@ -12,8 +12,8 @@ from helpers import run
 from PIL import Image
 from safetensors.torch import load_file
 
-from accel_train.checkpoint.choose import find_newest_checkpoint
 from accel_train.checkpoint.directory import checkpoint_path, list_updates
+from accel_train.checkpoint.reading import find_newest_checkpoint
 from accel_train.run.nonfinite import _all_finite
 
 BATCH, UPDATES = 8, 5  # of an epoch

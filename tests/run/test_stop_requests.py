@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_train.launch import parent
+from accel_train.launch import process
 from accel_train.run import stopping
 from accel_train.run.stopping import StopAskedError, StopRequests
 
@@ -26,7 +26,7 @@ def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StopRe
     with StopRequests() as requests:
         requests.begin(tmp_path, 0, 1)
         yield requests
-    parent.recorded.clear()
+    process.recorded.clear()
 
 
 def test_a_file_is_obeyed_once(requests: StopRequests, tmp_path: Path) -> None:
@@ -52,16 +52,16 @@ def test_a_signal_ends_an_evaluation_after_a_batch_and_what_signals_did_before_i
             for batch in requests.interruptible(range(3)):
                 seen.append(batch)
                 os.kill(os.getpid(), signal.SIGTERM)
-    parent.recorded.clear()
+    process.recorded.clear()
     assert (seen, requests.reason) == ([0], "SIGTERM")
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_signal_during_the_imports_is_obeyed() -> None:
-    parent.record_stop_signal(signal.SIGUSR1)
+    process.record_stop_signal(signal.SIGUSR1)
     with StopRequests() as requests:
         assert requests.reason == "SIGUSR1"
-    parent.recorded.clear()
+    process.recorded.clear()
 
 
 def test_the_clock_counts_from_the_last_save(
@@ -111,6 +111,6 @@ def test_sighup_counts_unless_it_is_ignored() -> None:
                     os.kill(os.getpid(), signal.SIGHUP)
             assert requests.reason == ("SIGHUP" if counts else "")
             assert signal.getsignal(signal.SIGHUP) == handler
-            parent.recorded.clear()
+            process.recorded.clear()
     finally:
         signal.signal(signal.SIGHUP, before)

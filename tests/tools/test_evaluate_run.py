@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_train import cli
-from accel_train.checkpoint.choose import find_weights
+from accel_train.checkpoint.reading import find_weights
 from accel_train.cli import evaluate as evaluate_command
 from accel_train.config.options import parse
 from accel_train.config.schema import Data

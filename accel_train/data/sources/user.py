@@ -39,8 +39,7 @@ from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, numbere
 from accel_train.errors import LOGGER, UserError, first_of, nearest, print_line
 from accel_train.launch.environment import is_first_process
 from accel_train.user_code.loading import call, described, load, load_file
-from accel_train.user_code.objects import known_labels
-from accel_train.user_code.reference import OBJECT, Reference
+from accel_train.user_code.reference import OBJECT, Reference, known_labels
 
 OPTION = "data.name"
 

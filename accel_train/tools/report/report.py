@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accel_train.checkpoint.weights import digest_of_run
+from accel_train.checkpoint.reading import digest_of_run
 from accel_train.errors import UserError, reason_of, writing
 from accel_train.files import atomic_write
 from accel_train.launch.environment import Launch

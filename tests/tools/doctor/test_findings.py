@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accel_train.cli import main
 from accel_train.config.options import parse
 from accel_train.launch.environment import Launch
-from accel_train.tools.doctor import job, network, node, storage
+from accel_train.tools.doctor import job, node, storage
 from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Finding
 
 Exam = Callable[..., Examination]
@@ -163,7 +163,7 @@ def test_gpus_that_are_given_but_not_used(exam: Exam, monkeypatch: pytest.Monkey
 
 def test_the_bus_is_judged_by_its_links() -> None:
     def status(bus: float, device: str, hosts: int = 2, *, infiniband: bool = False) -> str:
-        return network.judged_bus("", bus, device, hosts=hosts, infiniband=infiniband).status
+        return node.judged_bus("", bus, device, hosts=hosts, infiniband=infiniband).status
 
     # two healthy nodes with CPUs and gigabit Ethernet, one that is slow, and GPUs on such a network
     assert [status(0.11e9, "cpu"), status(0.01e9, "cpu"), status(0.11e9, "NVIDIA A100")] == [PASS, WARN, WARN]
@@ -171,7 +171,7 @@ def test_the_bus_is_judged_by_its_links() -> None:
     assert [status(1e9, "cpu", 1), status(1e9, "NVIDIA A100-PCIe-40GB", 1)] == [PASS, PASS]
     assert [status(bus, "NVIDIA H100 80GB HBM3", 1) for bus in (450e9, 300e9)] == [PASS, WARN]
     # 1 GiB over 8 ranks in 4 ms: 7/4 of it goes through each link (nccl-tests, PERFORMANCE.md)
-    assert network.bus_bandwidth(2**30, 0.004, 8) == pytest.approx(2**30 * 1.75 / 0.004)
+    assert node.bus_bandwidth(2**30, 0.004, 8) == pytest.approx(2**30 * 1.75 / 0.004)
 
 
 def test_a_proxy_that_does_not_answer(exam: Exam, monkeypatch: pytest.MonkeyPatch) -> None:
