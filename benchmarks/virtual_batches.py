@@ -77,6 +77,7 @@ def trained(options: argparse.Namespace, words: list[str], output: Path) -> tupl
         f"--data.workers {options.workers} --augment.crop resized --augment.flip 0.5 --batch-size {options.batch_size}"
     )
     model = f"--model.name {options.model} --model.image-size {options.image_size} --optim.name momentum --optim.lr 0.1"
+    model += f" --augment.resize {options.image_size if options.image_size <= 32 else options.image_size * 8 // 7}"
     line = ["-m", "accel_train.train", "cifar10_resnet18", *data.split(), *model.split(), "--epochs", options.epochs]
     lasted, _ = run([*line, *words, "--output-dir", output])
     return json.loads((output / "result.json").read_text())["images_per_second"], lasted
