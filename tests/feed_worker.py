@@ -25,7 +25,7 @@ from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import prepare_environment
 from accel_train.records.metrics import Evaluation
 
-TURNED = Augment(crop="random", pad=1, flip=0.5, vertical_flip=0.5, color_jitter=(0.4,), erase=0.25)
+TURNED = Augment(crop="random", pad=1, flip=0.5, vertical_flip=0.5, erase=0.25)
 AUGMENTS = {
     "turned": TURNED,
     "mixed": dataclasses.replace(TURNED, mixup=0.4, cutmix=1.0),

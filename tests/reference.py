@@ -72,7 +72,6 @@ EXAMPLES: dict[str, str] = {
     "data.canonical-nodes": "--data.name wds --data.root shards --data.order shards --data.canonical-nodes 4",
     "augment.flip": "0.5",
     "augment.vertical-flip": "0.5",
-    "augment.color-jitter": "0.4 0.4 0.4 0.1",
     "augment.randaugment-ops": "--augment.policy randaugment --augment.randaugment-ops 3",
     "augment.randaugment-magnitude": "--augment.policy randaugment --augment.randaugment-magnitude 12",
     "augment.erase": "0.25",

@@ -146,7 +146,6 @@ def check_channels(augment: Augment, channels: int, full_scale: int) -> None:
     needs = {
         f"policy {augment.policy}": augment.policy != "none",
         "own": augment.own != "none",
-        "color-jitter": any(augment.color_jitter),
     }
     for option in (option for option, is_set in needs.items() if is_set):
         if full_scale != 255:
@@ -158,8 +157,6 @@ def check_channels(augment: Augment, channels: int, full_scale: int) -> None:
             raise UserError(
                 f"--augment.{option}: needs images of 1 or 3 channels; the data has {channels}. Turn it off."
             )
-    if channels == 1 and any(augment.color_jitter[3:]):
-        raise UserError("--augment.color-jitter: the images are grey and have no hue; give 0 as the fourth number.")
 
 
 def check_resize(augment: Augment, size: int) -> None:

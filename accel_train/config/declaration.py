@@ -47,10 +47,6 @@ SIZE = Bound("a size such as 256MB or 1GB", lambda x: bytes_of(x) > 0)
 INTERVAL = Bound("two numbers, 0 < smallest <= largest", lambda x: 0 < x[0] <= x[1])
 COUNT = Bound("a whole number from 1 to 100", lambda x: 1 <= x <= 100)
 ALL_POSITIVE = Bound("numbers greater than 0", lambda x: all(number > 0 for number in x))
-JITTER = Bound(
-    "one number, or three or four: brightness, contrast, saturation, hue; none negative, hue at most 0.5",
-    lambda x: len(x) in (0, 1, 3, 4) and min(x, default=0) >= 0 and max(x[3:], default=0) <= 0.5,
-)
 MILESTONES = Bound("positive epochs in increasing order", lambda x: list(x) == sorted(set(x)) and min(x, default=1) > 0)
 
 

@@ -33,7 +33,6 @@ from accel_train.config.declaration import (
     FALLING,
     FRACTION,
     INTERVAL,
-    JITTER,
     JSON_OBJECT,
     LOSS_NAME,
     MILESTONES,
@@ -206,8 +205,6 @@ class Augment:
     ] = 9
     """randaugment: strength of each operation, 0 to 30, as in torchvision: 9 turns by 9 degrees. timm's rand-m9 turns
     by 27, and leaves out half of the operations."""
-    color_jitter: Annotated[tuple[float, ...], JITTER] = ()
-    """Colour jitter: strength of brightness, contrast, saturation and hue. One number sets the first three."""
     erase: Annotated[float, FRACTION] = 0.0
     """Probability of erasing a random rectangle (random erasing)."""
     erase_mode: Annotated[Literal["const", "rand", "pixel"], Needs("augment.erase")] = "const"

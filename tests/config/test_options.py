@@ -454,8 +454,6 @@ def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
         return st.tuples(numbers, numbers).map(lambda pair: tuple(sorted(pair)))
     if origin is tuple and arguments[0] is str:  # a name that begins with a dash cannot be one of several
         return st.lists(words.filter(lambda word: not word.startswith("-")), max_size=3).map(tuple)
-    if key == "augment.color-jitter":
-        return st.sampled_from([(), (0.4,), (0.4, 0.3, 0.2), (0.4, 0.3, 0.2, 0.1)])
     if origin is tuple:
         if arguments[0] is int:
             return st.sets(st.integers(1, 99), max_size=3).map(lambda found: tuple(sorted(found)))

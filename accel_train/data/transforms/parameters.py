@@ -39,8 +39,6 @@ class Stream(IntEnum):
     VERTICAL_FLIP = auto()
     INTERPOLATION = 21
     ERASE_NOISE = 23
-    JITTER_ORDER = 100  # and following: one of each Jitter
-    JITTER_FACTOR = 110  # and following: one of each Jitter
     RESIZED = 1000  # and following: area and ratio of each try
 
 
@@ -54,32 +52,9 @@ class Column(IntEnum):
     CUT = 10  # 1 for CutMix, 0 for mixup
     SHARE = 11  # of the sample itself in the mixture: the bits of a float32
     REST = 12  # 1 - share, the neighbour's: the bits of a float32
-    # These exist only with colour jitter.
-    HUE = 13  # shift of the hue in sixths of the colour wheel: the bits of a float32
-    KIND = 14  # 6 columns, SLOTS: the Jitter of each blend; the first three come before the shift of the hue
-    FACTOR = 20  # 6 columns: the factor of each blend, 1 if it is left out: the bits of a float32
 
 
 COLUMNS = Column.REST + 1
-
-
-class Jitter(IntEnum):
-    """The parts of colour jitter, in the order of `augment.color_jitter`."""
-
-    BRIGHTNESS = 0
-    CONTRAST = 1
-    SATURATION = 2
-    HUE = 3
-
-
-SLOTS = 6
-COLOUR_COLUMNS = Column.FACTOR + SLOTS
-
-
-def jitter_strengths(augment: Augment) -> tuple[float, ...]:
-    """The strength of each Jitter."""
-    numbers = augment.color_jitter * (3 if len(augment.color_jitter) == 1 else 1)
-    return (*numbers, 0.0, 0.0, 0.0, 0.0)[: len(Jitter)]
 
 
 class AugmentParameters:
@@ -91,8 +66,6 @@ class AugmentParameters:
         self.augment, self.size = augment, size
         self.crops = augment.crop == "random" and not per_image
         self.flips = (augment.flip > 0 or augment.vertical_flip > 0) and not per_image
-        self.jitter = jitter_strengths(augment)
-        self.changes_colours = any(self.jitter)
         self.mixing = None
         if augment.mixes:
             self.mixing = Mixing(augment, size, virtual_batch)
@@ -103,19 +76,16 @@ class AugmentParameters:
     @property
     def any(self) -> bool:
         """Whether the augmentation has any random part."""
-        return self.crops or self.flips or self.changes_colours or self.mixing is not None or self.augment.erase > 0
+        return self.crops or self.flips or self.mixing is not None or self.augment.erase > 0
 
     def __call__(self, keys: Tensor, weights: Tensor) -> Tensor:
         """The parameters, int32 [b, columns], of samples with these keys (int64 [b]) and weights (float32 [b]).
 
         All on the CPU. With mixing, the samples are whole pairs of neighbours, or (`mix_mode` batch) virtual batches.
         """
-        columns = COLOUR_COLUMNS if self.changes_colours else COLUMNS
-        parameters = torch.zeros((len(keys), columns), dtype=torch.int32)
+        parameters = torch.zeros((len(keys), COLUMNS), dtype=torch.int32)
         if self.crops or self.flips:
             self._draw_windows(parameters, keys)
-        if self.changes_colours:
-            self._draw_jitter(parameters, keys)
         if self.augment.erase:
             self._draw_erased(parameters, keys)
         if self.mixing is not None:
@@ -133,28 +103,6 @@ class AugmentParameters:
             for axis, probability in enumerate((self.augment.vertical_flip, self.augment.flip)):
                 corners[axis].add_(draws[axis] < probability, alpha=self.windows)
         parameters[:, Column.TOP : Column.LEFT + 1] = corners.T
-
-    def _draw_jitter(self, parameters: Tensor, keys: Tensor) -> None:
-        """Torchvision's ColorJitter: a factor around 1 for each part, a shift of the hue around 0, in random order."""
-        ranks = uniforms(keys, [Stream.JITTER_ORDER + part for part in Jitter]).T
-        if not self.jitter[Jitter.HUE]:
-            ranks[:, Jitter.HUE] = 1.0  # last, so that the first three slots have all the rest
-        orders = ranks.argsort(stable=True, dim=1)
-        draws = uniforms(keys, [Stream.JITTER_FACTOR + part for part in Jitter]).T
-        strengths = torch.tensor(self.jitter)
-        least = (1 - strengths).clamp(min=0)
-        least[Jitter.HUE], most = -strengths[Jitter.HUE], 1 + strengths
-        most[Jitter.HUE] = strengths[Jitter.HUE]
-        values = least + draws * (most - least)
-        # Of the four places in the order, those before the hue's have the first three slots, those after it the rest.
-        hue = (orders == Jitter.HUE).int().argmax(1, keepdim=True)
-        places = torch.arange(len(Jitter))
-        used = torch.cat([(places < hue)[:, :-1], (places > hue)[:, 1:]], 1)
-        kinds = torch.cat([orders[:, :-1], orders[:, 1:]], 1).clamp(max=Jitter.SATURATION)
-        parameters[:, Column.KIND : Column.KIND + SLOTS] = kinds
-        factors = torch.where(used, values.gather(1, kinds), 1.0)
-        parameters[:, Column.FACTOR : Column.FACTOR + SLOTS] = factors.view(torch.int32)
-        parameters[:, Column.HUE] = (values[:, Jitter.HUE] * 6).view(torch.int32)
 
     def _draw_erased(self, parameters: Tensor, keys: Tensor) -> None:
         """Random erasing (Zhong et al., 2020, https://arxiv.org/abs/1708.04896)."""
