@@ -116,7 +116,7 @@ def create_model(
         return _create_users(model, reference, num_classes, channels, image_size)
     architecture = ""  # of a model of hf-hub: or local-dir:, read unless `origin` has it
     if is_hub_name(model.name):
-        architecture = origin.architecture if origin.model == model.name else describe(model.name).architecture
+        architecture = (origin if origin.model == model.name else describe(model.name, False)[0]).architecture
     try:
         if architecture:
             made = _create_hubs(model, architecture, num_classes, channels, image_size)

@@ -12,13 +12,14 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from accel_train.config.schema import Origin
 from accel_train.errors import UserError, first_of, one_line, reason_of
 from accel_train.models.classifier import classifier_names, required_classifier
 from accel_train.models.wrapping import input_names
@@ -57,50 +58,37 @@ class Weights:
     """Names of the classes, in the order of the last layer's rows; None if nobody knows."""
 
 
-@dataclass(frozen=True)
-class Description:
-    """What a config.json says."""
-
-    architecture: str
-    """See `Origin.architecture`."""
-    image_size: int
-    fixed_size: bool
-    """Whether the model takes images of one size only, unless it is created for another one."""
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    classes: tuple[str, ...] | None
-    """Names of the classes, in the order of the logits; None if it does not say."""
-
-
 def is_hub_name(name: str) -> bool:
     """Whether `name` is one of hf-hub:, hf_hub: or local-dir:, rather than that of a library's model."""
     return name.startswith(PREFIXES)
 
 
-def describe(name: str) -> Description:
-    """Read the config.json of `name`: from its directory, the hub, or the hub's cache. Raises UserError."""
+def describe(name: str, pretrained: bool) -> tuple[Origin, tuple[str, ...] | None]:
+    """What the config.json of `name` says of the model, and the names of its classes in the order of the logits, None
+    if it does not say them. Raises UserError.
+
+    It is read from the model's directory, the hub, or the hub's cache. `pretrained`: the size and the normalisation of
+    the images are those of the weights; otherwise only a size that the model cannot do without.
+    """
     path = _find(name, (CONFIG,))
     from timm.models import PretrainedCfg
     from timm.models._hub import load_model_config_from_path
 
     try:
         saved, architecture, arguments = load_model_config_from_path(path.parent)
-        names = saved.get("label_names")
         kept = {key: saved[key] for key in KEPT if key in saved}
         config = PretrainedCfg(**kept)
         text = json.dumps({"name": architecture, "arguments": arguments, "config": kept}, sort_keys=True)
-        description = Description(
-            text,
-            int(config.input_size[-1]),
-            bool(config.fixed_input_size),
-            tuple(map(float, config.mean)),
-            tuple(map(float, config.std)),
-            _class_names(names),
-        )
+        origin = Origin(model=name, architecture=text)
+        if pretrained or config.fixed_input_size:
+            origin = replace(origin, image_size=int(config.input_size[-1]))
+        if pretrained:
+            origin = replace(origin, mean=tuple(map(float, config.mean)), std=tuple(map(float, config.std)))
+        classes = _class_names(saved.get("label_names"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"model.name: {path} is not a configuration of a timm model ({one_line(error)}).") from error
     architecture_of(name, text)
-    return description
+    return origin, classes
 
 
 def _class_names(names: Any) -> tuple[str, ...] | None:

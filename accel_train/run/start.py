@@ -273,13 +273,9 @@ def _on_main(config: Config) -> tuple[bool, Origin, Weights | None]:
         if recorded.model == model.name:
             origin = dataclasses.replace(recorded, weights="", sha256="")
         else:
-            described = describe(model.name)
-            origin = Origin(model=model.name, architecture=described.architecture)
-            if model.pretrained or described.fixed_size:
-                origin = dataclasses.replace(origin, image_size=described.image_size)
+            origin, classes = describe(model.name, model.pretrained)
             if model.pretrained:
-                origin = dataclasses.replace(origin, mean=described.mean, std=described.std)
-                weights = Weights(weights_file(model.name), model.name, described.classes)
+                weights = Weights(weights_file(model.name), model.name, classes)
     if model.weights is not None:
         try:
             weights, info = find_file(model.weights)

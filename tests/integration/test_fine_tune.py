@@ -261,7 +261,7 @@ print(weights.weights_file("hf-hub:org/net"))
 for name in ("hf-hub:org/other", "hf-hub:a/b/c"):
     began = time.monotonic()
     try:
-        weights.describe(name)
+        weights.describe(name, False)
     except UserError as error:
         print("ERROR", time.monotonic() - began < 8, error)
 """

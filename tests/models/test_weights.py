@@ -174,8 +174,9 @@ def test_files_that_are_no_weights_are_one_line(tmp_path: Path) -> None:
 def test_a_config_of_somebody_else_reads_no_file_and_fetches_nothing(tmp_path: Path) -> None:
     timm.models.save_for_hf(timm.create_model("test_resnet", num_classes=4), tmp_path, safe_serialization=True)
     name = f"local-dir:{tmp_path}"
-    good = describe(name).architecture
-    assert (describe(name).image_size, describe(name).mean) == (160, (0.5, 0.5, 0.5))
+    described, _ = describe(name, pretrained=True)
+    good = described.architecture
+    assert (described.image_size, described.mean) == (160, (0.5, 0.5, 0.5))
     hostile = good.replace('"arguments": {', '"arguments": {"checkpoint_path": "/etc/passwd", ')
     origin = Origin(model=name, architecture=hostile)
     with pytest.raises(UserError, match="model_args that cannot be used: checkpoint_path"):
@@ -199,4 +200,4 @@ def test_a_config_of_somebody_else_reads_no_file_and_fetches_nothing(tmp_path: P
 def test_a_config_that_is_none_is_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"^model\.name: .*"):
-        describe(f"local-dir:{tmp_path}")
+        describe(f"local-dir:{tmp_path}", pretrained=False)

@@ -52,7 +52,7 @@ def run_of(folder: Path, photos: Path, name: str, size: int, *words: str, channe
     run.mkdir(parents=True)
     data = f"--data.name folder --data.root {photos} --data.test-fraction 0.5 --data.channels {channels}".split()
     config = parse(["mnist_cnn", *data, "--model.name", name, "--model.image-size", str(size), *words])
-    origin = Origin(model=name, architecture=describe(name).architecture) if name.startswith("local-dir:") else Origin()
+    origin = describe(name, pretrained=False)[0] if name.startswith("local-dir:") else Origin()
     mean, std = (0.5, 0.4, 0.6)[:channels], (0.2, 0.3, 0.25)[:channels]
     info = ModelInfo(("dark", "light"), channels, size, None, mean, std, origin=origin)
     torch.manual_seed(0)
