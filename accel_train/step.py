@@ -25,11 +25,12 @@ from accel_train import models
 from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
 from accel_train.evaluate import Batch
+from accel_train.exact_sum import ExactGradients
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions
 from accel_train.models.trial import kept_buffers
 from accel_train.models.verdict import Verdict
-from accel_train.optim.bitwise import seed_pass, sum_exactly
+from accel_train.optim.bitwise import seed_pass
 from accel_train.optim.optimizer import clip_gradients, parameters_to_clip
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class Step:
             nullcontext() if dropout is None or not verdict.functions else KeyedFunctions(dropout)
         )
         # With --bitwise the gradients of all virtual batches are summed without order, and DDP sums nothing.
-        self.exact_gradients = sum_exactly(self.bare_model, plan.virtual_batches) if config.bitwise else None
+        trained = [parameter for parameter in bare_model.parameters() if parameter.requires_grad]
+        self.exact_gradients = ExactGradients(trained, plan.virtual_batches) if config.bitwise else None
         self.ddp_sums = not config.bitwise
         self.clipped = parameters_to_clip(config.optim, self.bare_model)  # FSDP2 has replaced the parameters
         self.recomputed_buffers = models.prepare_recomputation(model, config.model)  # with gradient checkpointing

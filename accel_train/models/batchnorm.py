@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel_train.exact_sum import exact_sum
 from accel_train.launch.compat import backward_pass
 from accel_train.models.batchnorm_kernels import is_fused, normalise, per_channel
 from accel_train.models.wrapping import library_layer
@@ -152,8 +153,6 @@ class VirtualBatches:
             return
         self._keep()
         if self._exact is not None:
-            from accel_train.exact_sum import exact_sum
-
             rows = torch.cat(self._rows) if self._rows else self._sums.new_zeros(0, self._sums.numel())
             self._sums.copy_(exact_sum(rows, self._exact).view_as(self._sums))
         elif dist.is_initialized() and dist.get_world_size() > 1:

@@ -17,7 +17,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from accel_train.errors import UserError
 from accel_train.keyed import key
 from accel_train.launch.accelerator import precision
 from accel_train.models.trial import different_images, restored
-
-if TYPE_CHECKING:
-    from accel_train.exact_sum import ExactGradients
 
 
 def use_deterministic_kernels(config: Config, accelerator: Accelerator) -> None:
@@ -96,13 +93,6 @@ def seed_pass(seed: int, accelerator: Accelerator, update: int, number: int, *, 
     if bitwise:
         np.random.seed(word % 2**32)
         random.seed(word)
-
-
-def sum_exactly(model: nn.Module, virtual_batches: int) -> ExactGradients:
-    """Return what sums the gradients of `model` (unwrapped) over the virtual batches of an update, without order."""
-    from accel_train.exact_sum import ExactGradients
-
-    return ExactGradients([each for each in model.parameters() if each.requires_grad], virtual_batches)
 
 
 def what_bits_depend_on(accelerator: Accelerator) -> dict[str, str]:
