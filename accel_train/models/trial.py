@@ -379,6 +379,7 @@ def _watched(
     places, others = ["the model"], other_states()
     rows: dict[nn.Module, list[int]] = {module: [] for module in batch_norms}
     masked: dict[nn.Module, list[list[Tensor]]] = {}
+    repeated: list[tuple[nn.Module, list[Tensor]]] = []
 
     def enter(module: nn.Module, _: Any) -> None:
         places.append(names.get(module, "the model"))
@@ -390,10 +391,10 @@ def _watched(
         if getattr(module, "keys", None) is keys:
             tensors = (*float_tensors(inputs), *float_tensors(output))
             sums = [values.detach().abs().sum() for values in tensors]
-            if not recomputed:
+            if recomputed:
+                repeated.append((module, sums))
+            else:
                 masked.setdefault(module, []).append(sums)
-            elif not any(all(map(torch.isclose, sums, before)) for before in masked.get(module, [])):
-                seen.unlike = place
         if recomputed:
             return
         if module in rows:
@@ -403,7 +404,7 @@ def _watched(
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if not unwatched and _may_decide(func, args):
+            if _may_decide(func, args):
                 seen.reads = True
             if torch.Tag.nondeterministic_seeded not in func.tags:
                 return func(*args, **(kwargs or {}))
@@ -413,21 +414,17 @@ def _watched(
                 seen.draws.setdefault(places[-1], func.overloadpacket.__name__)
             return result
 
-    unwatched: list[bool] = []
-
-    def leave_unwatched(*arguments: Any) -> None:
-        unwatched.append(True)  # what is read here the model has not read
-        leave(*arguments)
-        unwatched.pop()
-
     hooks = [module.register_forward_pre_hook(enter) for module in model.modules()]
-    hooks += [module.register_forward_hook(leave_unwatched) for module in model.modules()]
+    hooks += [module.register_forward_hook(leave) for module in model.modules()]
     try:
         with Watch():  # type: ignore[no-untyped-call]
             yield
     finally:
         for hook in hooks:
             hook.remove()
+    for module, sums in repeated:
+        if not any(all(map(torch.isclose, sums, first)) for first in masked.get(module, [])):
+            seen.unlike = names.get(module, "the model")
     for library, before, after in zip(("random", "numpy.random"), others, other_states(), strict=True):
         if before != after:
             seen.draws.setdefault("the model", library)
