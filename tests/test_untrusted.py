@@ -154,7 +154,7 @@ def test_predict_and_check_data_name_a_pipe_among_the_images(
     device(Path("data/a/zero.png"))
     assert cli.main(["predict", str(digits_run), "data/a"]) == 1
     assert capfd.readouterr().err.count("not a regular file.") == 2
-    assert cli.main(["check-data", "folder", "--root", "data"]) == 1
+    assert cli.main(["check-data", "folder", "--data.root", "data"]) == 1
     assert Path("unreadable-data.txt").read_text().splitlines()[1:] == ["a/pipe.png", "a/zero.png"]
 
 

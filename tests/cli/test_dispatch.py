@@ -82,7 +82,7 @@ def test_help_lists_each_command_with_a_line() -> None:
          "--output: expected a name that ends in .csv or .jsonl, found 'a.txt' (command line)."),
         (["check-data", "folder", "--processes", "-1"],
          "--processes: expected a number greater than 0, found '-1' (command line)."),
-        *[([*words, "folder", "--data.root" if "digits" in words else "--root", "{run}/no"], NO_ROOT) for words in
+        *[([*words, "folder", "--data.root", "{run}/no"], NO_ROOT) for words in
           (["train", "digits", "--data.name"], ["find-lr", "digits", "--data.name"], ["check-data"],
            ["preview", "digits", "--data.name"])],
         (["bench", "digits", "--data.name", "folder", "--data.root", "{run}/no"],

@@ -95,7 +95,7 @@ def test_tab_in_bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["evaluate", "RUN", "--data.roo"], {"--data.root"}),
         (["evaluate", "RUN", "--optim"], set[str]()),
         (["predict", "RUN", "--model"], {"--model.eval-image-size"}),
-        (["check-data", "folder", "--roo"], {"--root"}),
+        (["check-data", "folder", "--data.roo"], {"--data.root"}),
         (["shards", "folder", "--na"], set[str]()),  # a word
         (["completion", ""], {"bash", "zsh"}),
     ):

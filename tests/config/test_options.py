@@ -293,12 +293,12 @@ def test_the_mistakes_of_other_commands_are_told_at_once(tmp_path: Path, recipe:
             parse_command(cls, words)
         return list(caught.value.messages)
 
-    words = ("folder", "out", "--channels", "2", "--encoding", "jpg", "--short-side", "0", "--shard-sise", "1GB")
+    words = ("folder", "out", "--data.channels", "2", "--encoding", "jpg", "--short-side", "0", "--shard-sise", "1GB")
     assert told_by(Shards, *words) == [
         "--shard-sise: unknown option (command line). Did you mean 'shard-size'?",
         "--encoding: expected one of copy, jpeg, raw, found 'jpg' (command line). Did you mean 'jpeg'?",
         "--short-side: expected a number greater than 0, found '0' (command line).",
-        "--channels: expected 1 or 3, found '2' (command line).",
+        "--data.channels: expected 1 or 3, found '2' (command line).",
     ]
     (tmp_path / "config.yaml").touch()
     overrides = ("--data.train-limit", "0", "--data.workers", "many", "--split", "tset")

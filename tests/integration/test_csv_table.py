@@ -147,7 +147,7 @@ def test_several_labels_train_from_a_table_and_from_pixels(
     line = words("csv", table, tmp_path / "single")
     assert main(["train", *line]) == 2
     assert "use --loss.name bce" in capsys.readouterr().err
-    assert main(["shards", "csv", str(pixels), "--root", str(table), "--encoding", "raw"]) == 0
+    assert main(["shards", "csv", str(pixels), "--data.root", str(table), "--encoding", "raw"]) == 0
     for name, root in (("csv", table), ("wds", pixels)):
         assert main(["train", *words(name, root, tmp_path / name, "--loss.name", "bce")]) == 0
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("csv", "wds")]

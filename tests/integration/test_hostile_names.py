@@ -56,7 +56,7 @@ def test_no_command_prints_a_name_as_it_is(tmp_path: Path) -> None:
         ["evaluate", "run"],
         ["predict", "run", "photos/test", str(broken)],
         ["report", "run"],
-        ["check-data", "folder", "--root", "photos", "--output", "list.txt"],
+        ["check-data", "folder", "--data.root", "photos", "--output", "list.txt"],
         ["evaluate", "run", "--data.name", CLASSES[0]],
         ["train", f"no recipe{CLEAR}"],
         ["runs", "."],

@@ -395,7 +395,7 @@ def test_image_files_that_workers_decode(gpu: Pretended, photos: Path, tmp_path:
 @pytest.mark.slow
 def test_pixels_of_shards(gpu: Pretended, photos: Path, tmp_path: Path) -> None:
     pixels = tmp_path / "pixels"
-    succeeded(gpu("shards", "folder", pixels, "--root", photos / "train", "--short-side", 40, "--encoding", "raw"))
+    succeeded(gpu("shards", "folder", pixels, "--data.root", photos / "train", "--short-side", 40, "--encoding", "raw"))
     words = ("--model.name", "test_resnet", "--model.image-size", 32, "--data.name", "wds", "--data.root", pixels)
     shape = ("--batch-size", 4, "--epochs", 1, "--data.workers", 0)
     done = succeeded(gpu("train", "digits", *words, *shape, "--output-dir", tmp_path / "run"))

@@ -35,7 +35,7 @@ def named(result: AuditResult, kind: str) -> list[list[str]]:
 
 def test_nothing_is_found_in_a_clean_data_set(capsys: pytest.CaptureFixture[str]) -> None:
     planted.clean(Path("pets"))
-    assert main(["check-data", "folder", "--root", "pets", "--strict", "true", "--processes", "1"]) == 0
+    assert main(["check-data", "folder", "--data.root", "pets", "--strict", "true", "--processes", "1"]) == 0
     printed = capsys.readouterr().out
     assert "Nothing was found that blocks or spoils a training." in printed
     assert "All 36 images can be read." in printed
@@ -67,7 +67,7 @@ def test_the_same_images_in_all_splits_are_told(capsys: pytest.CaptureFixture[st
             Path("pets", split, name).mkdir(parents=True)
             for number in range(12):
                 planted.scene(number + 100 * (name == "dog")).save(f"pets/{split}/{name}/{number}.png")
-    line = ["check-data", "folder", "--root", "pets", "--processes", "1"]
+    line = ["check-data", "folder", "--data.root", "pets", "--processes", "1"]
     assert main(line) == 0
     printed = capsys.readouterr().out
     assert "72 equal images in different splits, in 24 groups." in printed

@@ -41,7 +41,16 @@ EXPECTED = ["train/cat/3.jpg", "train/dog/70.jpg", "train/dog/74.jpg", "val/cat/
 @pytest.mark.parametrize("processes", [1, 2])
 def test_all_are_found_and_can_be_left_out(data: Data, tmp_path: Path, processes: int, capfd) -> None:
     output = tmp_path / "new" / "unreadable.txt"
-    line = ["check-data", "folder", "--root", str(data.root), "--output", str(output), "--processes", str(processes)]
+    line = [
+        "check-data",
+        "folder",
+        "--data.root",
+        str(data.root),
+        "--output",
+        str(output),
+        "--processes",
+        str(processes),
+    ]
     assert main(line) == 1
     assert output.read_text().splitlines()[1:] == EXPECTED
     assert sorted(path.name for path in output.parent.iterdir()) == ["audit-unreadable.json", "unreadable.txt"]
@@ -73,7 +82,9 @@ def test_a_clean_folder_gives_an_empty_list(data: Data, tmp_path: Path, capsys) 
     check_data(data, output=output, processes=1)
     for path in EXPECTED:
         (data.root / path).unlink()
-    assert main(["check-data", "folder", "--root", str(data.root), "--output", str(output), "--processes", "1"]) == 0
+    assert (
+        main(["check-data", "folder", "--data.root", str(data.root), "--output", str(output), "--processes", "1"]) == 0
+    )
     assert len(output.read_text().splitlines()) == 1 and "All 152 images can be read" in capsys.readouterr().out
     assert load_splits(replace(data, skip_unreadable=output), 0).left_out == 0
 
@@ -109,7 +120,7 @@ def test_an_image_of_more_pixels_than_allowed_is_told_with_the_limit(data: Data,
     Image.new("1", (60, 60)).save(data.root / "train/cat/0.jpg", "PNG")
     listed = tmp_path / "list"
     for most, found in ((3599, True), (3600, False)):
-        line = f"check-data --root {data.root} folder --output {listed} --max-pixels {most}"
+        line = f"check-data --data.root {data.root} folder --output {listed} --data.max-pixels {most}"
         assert main([*line.split(), "--processes", "1"]) == 1
         assert ("train/cat/0.jpg" in listed.read_text()) == found
 
@@ -121,11 +132,9 @@ def test_it_takes_what_train_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("accel_train.cli.data.check_root", seen.append)
     monkeypatch.setattr("accel_train.tools.audit.check_data", lambda *_, **__: sys.exit(0))
     for words in (
-        [str(recipe), "--root", "other", "--data.max-pixels", "5"],
-        [str(recipe), "--data.root", "other", "--max-pixels", "5", "--epochs", "3"],
-        ["folder", "--root", "other", "--range", "0", "4095", "--max-pixels", "5"],
-        ["--data.name", "folder", "--data.root=other", "--data.range", "0", "4095", "--data.max-pixels", "5"],
+        [str(recipe), "--data.root", "other", "--data.max-pixels", "5"],
+        ["folder", "--data.root", "other", "--data.range", "0", "4095", "--data.max-pixels", "5", "--epochs", "3"],
     ):
         assert main(["check-data", *words]) == 0
-    assert seen == [Data("folder", Path("other"), range=(0.0, 4095.0), max_pixels=5)] * 4
-    assert main(["check-data", "--root", "other"]) == 2
+    assert seen == [Data("folder", Path("other"), range=(0.0, 4095.0), max_pixels=5)] * 2
+    assert main(["check-data", "--data.root", "other"]) == 2

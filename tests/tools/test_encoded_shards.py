@@ -207,7 +207,7 @@ class TestReading:
         for read in (source.fetch, lambda ids: source.open(ids[0])):
             with pytest.raises(UserError, match=r"cat/15\.ppm cannot be read: it was changed \(its checksum") as caught:
                 read([7])
-            assert f"accel-train check-data wds --root {data.root}" in str(caught.value)
+            assert f"accel-train check-data wds --data.root {data.root}" in str(caught.value)
         source.fetch([6, 8])
         assert len(check_data(data, output=tmp_path / "list", processes=1).unreadable) == 1
         assert (tmp_path / "list").read_text().splitlines()[1:] == ["train-000000.tar/train/cat/15.ppm"]
@@ -278,8 +278,8 @@ def test_a_range_is_in_the_pixels_and_in_the_command(tmp_path: Path, capsys: pyt
         for number in range(3):
             values = NUMBERS.integers(0, 4096, (8, 8)).astype(np.uint16)
             Image.fromarray(values).save(tmp_path / "scans" / kind / f"{number}.png")
-    words = ["folder", str(tmp_path / "out"), "--root", str(tmp_path / "scans"), "--channels", "1"]
-    words += ["--encoding", "raw", "--range", "0", "4095", "--processes", "1"]
+    words = ["folder", str(tmp_path / "out"), "--data.root", str(tmp_path / "scans"), "--data.channels", "1"]
+    words += ["--encoding", "raw", "--data.range", "0", "4095", "--processes", "1"]
     assert shards_command(words) == 0
     assert "--data.channels 1 --data.range 0 4095" in capsys.readouterr().out
     direct = load_splits(Data(name="folder", root=tmp_path / "scans", channels=1, range=(0, 4095)), 0)
@@ -293,9 +293,9 @@ def test_a_range_is_in_the_pixels_and_in_the_command(tmp_path: Path, capsys: pyt
     [
         (["--encoding", "png"], "--encoding: expected one of copy, jpeg, raw"),
         (["--short-side", "32"], "--short-side: files are copied as they are; add --encoding jpeg or --encoding raw."),
-        (["--range", "0", "1"], "--range: files are copied as they are"),
-        (["--channels", "1"], "--channels: files are copied as they are"),
-        (["--encoding", "raw", "--channels", "2"], "--channels: expected 1 or 3, found '2'"),
+        (["--data.range", "0", "1"], "--data.range: files are copied as they are"),
+        (["--data.channels", "1"], "--data.channels: files are copied as they are"),
+        (["--encoding", "raw", "--data.channels", "2"], "--data.channels: expected 1 or 3, found '2'"),
         (["--encoding", "raw", "--short-side", "0"], "--short-side: expected a number greater than 0"),
     ],
 )
@@ -308,8 +308,8 @@ def test_wrong_words_on_the_command_line(words: list[str], message: str) -> None
 @pytest.mark.slow
 def test_trained_from_pixels_by_the_command_line(original: Path, tmp_path: Path) -> None:
     output, run = tmp_path / "pixels", tmp_path / "run"
-    words = ["shards", "folder", output, "--root", original, "--short-side", "40", "--encoding", "raw"]
-    done = helpers.python("-m", "accel_train", *words, "--processes", 1, "--test-fraction", "0.2")
+    words = ["shards", "folder", output, "--data.root", original, "--short-side", "40", "--encoding", "raw"]
+    done = helpers.python("-m", "accel_train", *words, "--processes", 1, "--data.test-fraction", "0.2")
     assert done.returncode == 0, done.stderr
     assert f"accel-train train RECIPE --data.name wds --data.root {output}" in done.stdout
     options = (

@@ -36,14 +36,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_data_set_has_a_list_of_its_own() -> None:
     images(Path("pets"), damaged=True)
     images(Path("birds"), damaged=False)
-    assert check("folder", "--root", "pets") == 1
+    assert check("folder", "--data.root", "pets") == 1
     written = Path("unreadable-pets.txt").read_text()
     assert written.splitlines()[1:] == ["cat/0.png"]
-    assert check("folder", "--root", "birds") == 0
+    assert check("folder", "--data.root", "birds") == 0
     assert Path("unreadable-pets.txt").read_text() == written
     assert len(Path("unreadable-birds.txt").read_text().splitlines()) == 1
     (Path("birds") / "labels.csv").write_text("path,label\ncat/0.png,a\ndog/0.png,b\n")
-    assert check("csv", "--root", "birds/labels.csv") == 0
+    assert check("csv", "--data.root", "birds/labels.csv") == 0
     assert Path("unreadable-labels.csv.txt").is_file()
 
 
@@ -51,37 +51,37 @@ def test_a_list_of_another_data_set_is_not_overwritten(capsys: pytest.CaptureFix
     """Two folders with one name, and the other folder has nothing to list."""
     images(Path("a/pets"), damaged=True)
     images(Path("b/pets"), damaged=False, count=4)
-    assert check("folder", "--root", "a/pets") == 1
+    assert check("folder", "--data.root", "a/pets") == 1
     written = Path("unreadable-pets.txt").read_bytes()
     capsys.readouterr()
     for output in ((), ("--output", "unreadable-pets.txt")):
-        assert check("folder", "--root", "b/pets", *output) == 2
+        assert check("folder", "--data.root", "b/pets", *output) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f"unreadable-pets.txt is the list of folder {Path('a/pets').resolve()}" in line and "--output" in line
         assert Path("unreadable-pets.txt").read_bytes() == written
     Path("notes.txt").write_text("my notes\n")
-    assert check("folder", "--root", "b/pets", "--output", "notes.txt") == 2
+    assert check("folder", "--data.root", "b/pets", "--output", "notes.txt") == 2
     assert "notes.txt does not say of which data it is, not of" in capsys.readouterr().err
     assert Path("notes.txt").read_text() == "my notes\n"
-    assert check("folder", "--root", "b/pets", "--output", "other.txt") == 0
+    assert check("folder", "--data.root", "b/pets", "--output", "other.txt") == 0
 
 
 def test_the_list_of_the_same_data_set_is_written_again() -> None:
     images(Path("pets"), damaged=True)
     for _ in range(2):
-        assert check("folder", "--root", "pets") == 1
+        assert check("folder", "--data.root", "pets") == 1
     Image.new("L", (8, 8)).save("pets/cat/0.png")
-    assert check("folder", "--root", str(Path("pets").resolve())) == 0
+    assert check("folder", "--data.root", str(Path("pets").resolve())) == 0
     assert len(Path("unreadable-pets.txt").read_text().splitlines()) == 1
     Path("unreadable-pets.txt").write_text("dog/1.png\n")  # written by hand
-    assert check("folder", "--root", "pets") == 2
+    assert check("folder", "--data.root", "pets") == 2
 
 
 def test_a_list_without_images_is_of_one_data_set_too() -> None:
     """A wrong list would leave an unreadable image in the data: the run ends at it."""
     images(Path("a/pets"), damaged=False)
     images(Path("b/pets"), damaged=True, count=4)
-    assert check("folder", "--root", "a/pets") == 0
+    assert check("folder", "--data.root", "a/pets") == 0
     listed = Path("unreadable-pets.txt")
     assert load_splits(Data("folder", Path("a/pets"), skip_unreadable=listed), 0).left_out == 0
     with pytest.raises(UserError, match=r"unreadable-pets.txt is the list of folder /.*a/pets, not of folder b/pets"):
@@ -91,14 +91,14 @@ def test_a_list_without_images_is_of_one_data_set_too() -> None:
 def test_names_that_both_data_sets_have_do_not_hide_the_mistake() -> None:
     images(Path("a/pets"), damaged=True)
     images(Path("b/pets"), damaged=False, count=4)
-    assert check("folder", "--root", "a/pets") == 1
+    assert check("folder", "--data.root", "a/pets") == 1
     with pytest.raises(UserError, match="is the list of folder"):
         load_splits(Data("folder", Path("b/pets"), skip_unreadable=Path("unreadable-pets.txt")), 0)
 
 
 def test_data_that_has_changed_keeps_its_list_and_data_that_has_moved_without_the_first_line() -> None:
     images(Path("a/pets"), damaged=True)
-    assert check("folder", "--root", "a/pets") == 1
+    assert check("folder", "--data.root", "a/pets") == 1
     listed = Path("unreadable-pets.txt")
     data = Data("folder", Path("a/pets"), skip_unreadable=listed)
     (data.root / "dog/2.png").unlink()
@@ -118,7 +118,7 @@ def test_any_name_of_a_file_is_in_the_list() -> None:
     names = ("line\nbreak.png", '"quoted".png', "return\r.png", "ü \udcff.png")
     for name in names:
         Path("pets/dog", name).touch()
-    assert check("folder", "--root", "pets") == 1
+    assert check("folder", "--data.root", "pets") == 1
     found = read_list(Path("unreadable-pets.txt")).paths
     assert found == {"cat/0.png", *(f"dog/{name}" for name in names)}
     data = Data("folder", Path("pets"), skip_unreadable=Path("unreadable-pets.txt"))
@@ -130,11 +130,11 @@ def test_any_name_of_a_file_is_in_the_list() -> None:
 def test_one_image_is_told_in_the_singular(capsys: pytest.CaptureFixture) -> None:
     Path("pets/cat").mkdir(parents=True)
     Path("pets/cat/0.png").touch()
-    check("folder", "--root", "pets")
+    check("folder", "--data.root", "pets")
     printed = capsys.readouterr().out
     assert "1 image (1 train) of 1 class" in printed and "1 of 1 image cannot be read;" in printed
     Image.new("L", (8, 8)).save("pets/cat/0.png")
-    check("folder", "--root", "pets")
+    check("folder", "--data.root", "pets")
     assert "The image can be read." in capsys.readouterr().out
 
 
@@ -148,13 +148,13 @@ def test_the_check_goes_on_after_an_empty_class_folder(capsys: pytest.CaptureFix
     Path("pets/fish").mkdir()
     Path("pets/owl").mkdir()
     Path("pets/owl/1.heic").touch()
-    assert check("folder", "--root", "pets") == 1
+    assert check("folder", "--data.root", "pets") == 1
     printed = capsys.readouterr().out
     assert "2 of 4 class folders of pets/ have no image: 'fish', 'owl'" in printed
     assert "1 of 6 images cannot be read" in printed
     assert Path("unreadable-pets.txt").read_text().splitlines()[1:] == ["cat/0.png"]
     Image.new("L", (8, 8)).save("pets/cat/0.png")
-    assert check("folder", "--root", "pets") == 1  # it cannot be trained on
+    assert check("folder", "--data.root", "pets") == 1  # it cannot be trained on
     assert "All 6 images can be read" in capsys.readouterr().out
     with pytest.raises(UserError, match="2 of 4 class folders of pets/ have no image: 'fish', 'owl'"):
         load_splits(Data("folder", Path("pets")), 0)

@@ -264,7 +264,7 @@ class TestCompleteOrAbsent:
             "from accel_train.cli import main; sys.exit(main(sys.argv[1:]))\n"
         )
         output = tmp_path / "out"
-        words = ["shards", "folder", output, "--root", pets, "--shard-size", SIZE, "--processes", 1]
+        words = ["shards", "folder", output, "--data.root", pets, "--shard-size", SIZE, "--processes", 1]
         with Path(os.devnull).open("wb") as nothing, (tmp_path / "errors").open("wb") as errors:
             popen = helpers.forked(("-c", script, *words), 1, helpers.environment(), nothing, errors)
         deadline = time.monotonic() + 60
@@ -339,8 +339,8 @@ def test_timm_reads_them(pets: Path, tmp_path: Path) -> None:
             "--shard-size: expected a size such as 256MB or 1GB, found 'big' (command line).",
         ),
         (
-            ["folder", "o", "--val-fraction", "1"],
-            "--val-fraction: expected a number of at least 0 and below 1, found '1' (command line).",
+            ["folder", "o", "--data.val-fraction", "1"],
+            "--data.val-fraction: expected a number of at least 0 and below 1, found '1' (command line).",
         ),
     ],
 )

@@ -203,7 +203,7 @@ class TestSkipping:
         assert "is empty, and does not say of which data it is" in divided.notes[0]
 
     def test_no_list(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match=r"No such file.*accel-train check-data folder --root 'my root'"):
+        with pytest.raises(UserError, match=r"No such file.*accel-train check-data folder --data.root 'my root'"):
             self.skip(tmp_path / "list", root=Path("my root"))
 
     def test_a_list_of_another_folder(self, tmp_path: Path) -> None:

@@ -125,13 +125,23 @@ def test_all_modes_have_the_same_pixels_everywhere(
             assert (other is None) == (image is None), (kind, name)
             assert other is None or torch.equal(other, image), (kind, name)
 
-    of_range = [] if value_range is None else ["--range", "0", "4095"]
-    words = ["shards", "folder", str(tmp_path / "out"), "--root", str(root), "--encoding", "raw", "--processes", "1"]
-    words += ["--channels", str(channels), *of_range]
+    of_range = [] if value_range is None else ["--data.range", "0", "4095"]
+    words = [
+        "shards",
+        "folder",
+        str(tmp_path / "out"),
+        "--data.root",
+        str(root),
+        "--encoding",
+        "raw",
+        "--processes",
+        "1",
+    ]
+    words += ["--data.channels", str(channels), *of_range]
     if refused:
         listed = str(tmp_path / "list")
-        assert main(["check-data", "folder", "--root", str(root), "--output", listed, *of_range]) == 1
-        words += ["--skip-unreadable", listed]
+        assert main(["check-data", "folder", "--data.root", str(root), "--output", listed, *of_range]) == 1
+        words += ["--data.skip-unreadable", listed]
     assert main(words) == 0
     stored = load_splits(Data("wds", tmp_path / "out", channels=channels), 0).train
     kept = [name for name in names if found[name] is not None]

@@ -429,14 +429,14 @@ def test_check_data_copies_and_shards_are_written_from_the_copy(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     url = f"{server.url}/{BRACES}"
-    assert main(["check-data", "wds", "--root", url, "--stage", "stage", "--processes", "1"]) == 0
+    assert main(["check-data", "wds", "--data.root", url, "--data.stage", "stage", "--processes", "1"]) == 0
     said = capsys.readouterr().out
     assert "copying 7 files (286.7 kB) to" in said and "All 112 images can be read." in said
     (listed,) = Path().glob("unreadable-*.txt")
     assert json.loads(listed.read_text().partition(": ")[2])["root"] == url and "{" not in listed.name
     assert [*Path("stage").rglob(".accel-train-index-wds.safetensors")]
     server.reset()
-    assert main(["shards", "wds", "out", "--root", url, "--stage", "stage", "--processes", "1"]) == 0
+    assert main(["shards", "wds", "out", "--data.root", url, "--data.stage", "stage", "--processes", "1"]) == 0
     assert server.bytes == 0 and len(load_splits(Data("wds", Path("out")), 0).train) == 96
     assert api.check_data({"name": "wds", "root": "out", "stage": "copies"}, processes=1).images.sources
 

@@ -110,11 +110,11 @@ def read_image(path: Path, max_pixels: int = MAX_PIXELS) -> bytes:
 
 def check_command(data: Data) -> str:
     """The command that lists the unreadable images of `data`."""
-    words = ["accel-train", "check-data", data.name, "--root", str(data.root)]
+    words = ["accel-train", "check-data", data.name, "--data.root", str(data.root)]
     given = {"image-column": data.image_column, "label-column": data.label_column, "stage": data.stage}
     for option, value in given.items():
-        words += [] if value is None else [f"--{option}", str(value)]
-    value_range = "" if data.range is None else f" --range {range_text(data.range)}"
+        words += [] if value is None else [f"--data.{option}", str(value)]
+    value_range = "" if data.range is None else f" --data.range {range_text(data.range)}"
     return shlex.join(words) + value_range
 
 

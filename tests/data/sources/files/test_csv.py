@@ -281,7 +281,7 @@ def test_check_data_and_shards(images: Path, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "a/3.png").write_bytes(b"no image")
     rows = zip(("6.png", "7.png", "a/1.png", "a/2.png", "a/3.png"), [*labels, "y"], strict=True)
     table = data(tmp_path, "path,label,age\n" + "".join(f"{path},{label},9\n" for path, label in rows))
-    line = f"check-data csv --root {table.root} --output {tmp_path / 'bad'} --processes 1"
+    line = f"check-data csv --data.root {table.root} --output {tmp_path / 'bad'} --processes 1"
     assert main(line.split()) == 1
     assert (tmp_path / "bad").read_text().splitlines()[1:] == ["a/3.png"]
     printed = capsys.readouterr().out

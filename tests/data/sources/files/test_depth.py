@@ -188,15 +188,15 @@ def test_few_bits_are_noticed(tmp_path: Path, peak: float, expected: str) -> Non
 def test_check_data_knows_the_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = write(tmp_path / "12", "12 bits", {"train": 4, "test": 2})
     listed = tmp_path / "list"
-    check = ["check-data", "folder", "--root", str(root), "--output", str(listed), "--processes", "1"]
+    check = ["check-data", "folder", "--data.root", str(root), "--output", str(listed), "--processes", "1"]
     assert main(check) == 0
     assert "warning: the images of 16 bits are dark" in capsys.readouterr().out
-    assert main([*check, "--range", "0", "4095"]) == 0
+    assert main([*check, "--data.range", "0", "4095"]) == 0
     assert "are dark" not in capsys.readouterr().out
-    assert main([*check, "--range", "0", "1000"]) == 1
+    assert main([*check, "--data.range", "0", "1000"]) == 1
     assert "outside --data.range 0 1000" in capsys.readouterr().out
-    assert main([*check, "--range", "5", "1"]) == 2
-    assert "--range: expected two numbers, the first one smaller, found '5 1'" in capsys.readouterr().err
+    assert main([*check, "--data.range", "5", "1"]) == 2
+    assert "--data.range: expected two numbers, the first one smaller, found '5 1'" in capsys.readouterr().err
 
 
 def test_a_range_for_data_that_has_none_is_refused() -> None:

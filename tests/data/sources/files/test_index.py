@@ -559,7 +559,9 @@ def test_on_a_network_file_system_it_is_not_mapped(tmp_path: Path, monkeypatch: 
 def test_check_data_makes_it(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     root = make(tmp_path / "data", kind)
     monkeypatch.chdir(tmp_path)
-    assert main(["check-data", kind, "--root", str(root / TABLE if kind == "csv" else root), "--processes", "1"]) == 0
+    assert (
+        main(["check-data", kind, "--data.root", str(root / TABLE if kind == "csv" else root), "--processes", "1"]) == 0
+    )
     assert len(kept(root)) == 1
 
 

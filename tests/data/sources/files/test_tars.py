@@ -151,7 +151,7 @@ class TestTree:
 
     def test_an_unreadable_image(self, tmp_path: Path) -> None:
         path = pack(tmp_path / "my s.tar", {"a/1.png": image(1), "a/2.png": b"", "b/1.png": image(2)})
-        with pytest.raises(UserError, match=f"{path}/a/2.png cannot be read: .*check-data tar --root '{path}'"):
+        with pytest.raises(UserError, match=f"{path}/a/2.png cannot be read: .*check-data tar --data.root '{path}'"):
             load(path).train.fetch([1])
         (tmp_path / "list").write_text("a/2.png\n")
         found = load(path, skip_unreadable=tmp_path / "list")
