@@ -23,7 +23,6 @@ from accel_train.tools.workload import Workload
 from accel_train.training_setup import TrainingSetup, connect
 
 ENOUGH_UPDATES, SECONDS = 3, 3.0  # of a measurement: so many updates, and as many as take so long
-EVEN = 10  # numbers of processes that are named
 
 
 def update(exam: Examination) -> Finding:
@@ -46,11 +45,9 @@ def update(exam: Examination) -> Finding:
     seconds = max(exam.gather(workload.bare_seconds(count, warm_up=0) / count))
     epoch, total = seconds * plan.updates_per_epoch, seconds * plan.updates
     exam.measured |= {"update_seconds": seconds, "training_seconds": total}
-    numbers = plan.even_processes
-    even = ", ".join(map(str, numbers[:EVEN])) + (", …" if len(numbers) > EVEN else "")
     found = f"{seconds * 1000:.3g} ms an update, {exam.config.batch_size / seconds:,.0f} images/s; "
-    found += f"{duration(epoch)} an epoch, {duration(total)} for all, without evaluations; "
-    return Finding(PASS, f"{found}{plan.division}, shared evenly by {even} processes", expected)
+    found += f"{duration(epoch)} an epoch, {duration(total)} for all, without evaluations; {plan.division}"
+    return Finding(PASS, found, expected)
 
 
 def _fits(workload: Workload) -> bool:

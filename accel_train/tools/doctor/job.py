@@ -9,7 +9,6 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -135,10 +134,7 @@ def time_left(exam: Examination) -> Finding:
 def end_of_job() -> float | None:
     """When this job will end, in seconds since 1970; None if it is not known."""
     end = os.environ.get(PBS_TIMES, "").partition(" ")[2] or os.environ.get("SLURM_JOB_END_TIME", "")
-    if end.isdigit():
-        return float(end)
-    match = re.search(r"\bEndTime=(\d\S+)", _job_record())  # local time, or "Unknown"
-    return datetime.fromisoformat(match[1]).timestamp() if match else None
+    return float(end) if end.isdigit() else None
 
 
 def signal_of_job(exam: Examination) -> Finding:

@@ -24,8 +24,7 @@ from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Fi
 SLOW_FILE = 0.01  # seconds
 FILES, COMPARED, READ = 1000, 8, 64  # samples whose sizes, pixels and times are compared
 READ_SECONDS, SAVE_SECONDS = 0.5, 1.0  # the longest time of a measurement
-# https://github.com/stas00/ml-engineering, storage: a disk that is more than 80 % full is slow, and soon full.
-FULL, INODES = 0.8, 1000  # files of a run with its checkpoints, generously
+INODES = 1000  # files of a run with its checkpoints, generously
 ASKED, ASKED_SECONDS = 16 * 2**20, 0.02  # bytes that a disk which can reserve room reserves in no time
 SCRATCH_BYTES = 16 * 2**20  # in HOME, TMPDIR and the caches
 CACHES = ("HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
@@ -115,9 +114,7 @@ def _room(exam: Examination, size: int | None) -> Finding:
         usage, inodes = shutil.disk_usage(exam.folder), os.statvfs(exam.folder)
     except OSError as error:
         return Finding(NA, f"{exam.folder} cannot be examined ({error.strerror})", expected)
-    # As df: what is kept for root is neither used nor free.
-    used = usage.used / max(1, usage.used + usage.free)
-    found = f"{usage.free / 2**30:.1f} GiB free in {exam.folder}, {used:.0%} full"
+    found = f"{usage.free / 2**30:.1f} GiB free in {exam.folder}"
     if inodes.f_files and inodes.f_favail < INODES:
         advice = "Delete files, or choose another disk."
         return Finding(FAIL, f"{exam.folder} has {inodes.f_favail} inodes free", f"{INODES}", advice)
@@ -126,8 +123,6 @@ def _room(exam: Examination, size: int | None) -> Finding:
     if reason := why_not_writable(exam.folder, (size or 0) * keep):
         advice = "Choose another --output-dir, or look at your quota (quota -s, lfs quota)."
         return Finding(FAIL, f"{found}, but: {reason}", expected, advice)
-    if used > FULL:
-        return Finding(WARN, found, expected or "less than 80 % full", "Free room: others will write there, too.")
     return Finding(PASS if size is not None else NA, found, expected)
 
 

@@ -140,7 +140,6 @@ def test_little_shared_memory(exam: Exam, tmp_path: Path, monkeypatch: pytest.Mo
         (("2", "No", "Not Active"), FAIL, "uncorrected memory errors (2)"),
         (("0", "Yes", "Not Active"), FAIL, "wait to be remapped"),
         (("0", "No", "Active"), WARN, "slows down"),
-        (("[N/A]", "[N/A]", "[N/A]"), NA, "nothing"),
     ],
 )
 def test_what_the_driver_says_is_judged(values: tuple[str, ...], status: str, words: str) -> None:
@@ -195,15 +194,6 @@ def test_the_rest_of_the_jobs_time(exam: Exam, monkeypatch: pytest.MonkeyPatch) 
     assert has(job.time_left(examined), WARN, "1.00 h left", "3 requeues")
     monkeypatch.setenv("ACCEL_TRAIN_JOB_TIMES", "")  # no walltime
     assert job.end_of_job() is None and job.time_left(examined).status == NA
-
-
-def test_the_end_of_a_job_of_slurm(exam: Exam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    program(tmp_path, "scontrol", "echo JobId=7 StartTime=2026-01-02T03:04:05 EndTime=Unknown Requeue=1")
-    assert job.end_of_job() is None
-    program(tmp_path, "scontrol", "echo JobId=7 StartTime=2026-01-02T03:04:05 EndTime=2026-01-02T05:04:05 Requeue=1")
-    assert job.end_of_job() == time.mktime((2026, 1, 2, 5, 4, 5, 0, 0, -1))
     monkeypatch.setenv("SLURM_JOB_END_TIME", "200")
     assert job.end_of_job() == 200
 
@@ -346,7 +336,7 @@ def test_a_folder_for_scratch_that_is_full_or_absent(
 ) -> None:
     for other in ("HOME", "TMPDIR", *storage.CACHES):
         monkeypatch.delenv(other, raising=False)
-    assert storage.room(exam()).status in (PASS, NA, WARN)  # WARN: a disk that is nearly full
+    assert storage.room(exam()).status in (PASS, NA)
     with helpers.small_disk(tmp_path / "disk", "2m") as disk:
         monkeypatch.setenv(name, str(disk))
         assert has(storage._scratch(), WARN, f"{name} is {disk}: No space left on device", f"export {name}=")
@@ -366,14 +356,6 @@ def test_a_disk_that_refuses_the_room_it_shows(exam: Exam, tmp_path: Path, monke
         assert has(storage._room(exam(folder=disk), 8 * 2**20), FAIL, "No space left on device", "quota")
         assert storage._room(exam(folder=disk), 2**20).status == PASS
         assert list(disk.iterdir()) == []
-
-
-def test_what_is_kept_for_root_is_not_used(exam: Exam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = storage.shutil.disk_usage(tmp_path)._replace(total=1000 * 2**30, used=400 * 2**30, free=120 * 2**30)
-    monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: usage)
-    assert has(storage._room(exam(), 2**20), PASS, "77% full")
-    usage = usage._replace(used=500 * 2**30)
-    assert storage._room(exam(), 2**20).status == WARN
 
 
 def test_the_kind_of_a_file_system(tmp_path: Path) -> None:
