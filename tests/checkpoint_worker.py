@@ -3,7 +3,6 @@
 STEPS.json is a list of steps, each done by all processes with a new model:
     {"save": FOLDER, "updates": 3, "dump": FILE}       train, save, then write the state to FILE.RANK
     {"restore": FOLDER, "dump": FILE, "resume": …}     restore into a model with other weights, write its state
-    {"forever": FOLDER}                                save after every update until killed
 """
 
 import json
@@ -92,7 +91,7 @@ def run(steps: list[dict[str, Any]], *, fsdp: bool = False) -> None:
             state._shared_state["distributed_type"] = DistributedType.FSDP
             state._shared_state["fsdp_plugin"] = plugin
     for seed, step in enumerate(steps):
-        folder = step.get("save") or step.get("restore") or step.get("forever")
+        folder = step.get("save") or step.get("restore")
         model, optimizer, ema, checkpoints = build(accelerator, folder, seed, fsdp=fsdp, keep=2)
         parts = (model, optimizer, ema)
         if "save" in step:
@@ -103,19 +102,13 @@ def run(steps: list[dict[str, Any]], *, fsdp: bool = False) -> None:
             train(*parts, accelerator, 2)  # while it is written: the copy must not follow
             checkpoints.wait()
             assert not checkpoints.failures, checkpoints.failures
-        elif "restore" in step:
+        else:
             try:
                 position = checkpoints.restore(step["resume"], step.get("allow", ()))
                 dump(step["dump"], accelerator, *parts, position)
                 train(*parts, accelerator, 1)  # what was restored can be trained on
             except UserError as error:
                 Path(f"{step['dump']}.{accelerator.process_index}").write_text(str(error))
-        else:
-            position = checkpoints.restore("auto") or TrainState()
-            while True:
-                train(*parts, accelerator, 1)
-                position.update += 1
-                checkpoints.save(position)
     if accelerator.num_processes > 1:
         accelerator.wait_for_everyone()
         torch.distributed.destroy_process_group()

@@ -358,30 +358,6 @@ exec {python}/accelerate launch --config_file {config} --num_machines 2 --num_pr
 
 
 @pytest.mark.slow
-def test_the_doctor_before_a_training(cluster: Cluster) -> None:
-    """It prints, and the training begins; with DOCTOR=strict a check that fails ends the job, without a requeue."""
-    launcher = cluster.directory / "unlike" / "accelerate"
-    launcher.parent.mkdir()
-    unlike = "if [[ $SLURM_NODEID == 1 ]]; then export NCCL_IB_DISABLE=1; fi"
-    launcher.write_text(f'#!/bin/bash\n{unlike}\nexec {Path(sys.executable).parent}/accelerate "$@"\n')
-    launcher.chmod(0o755)
-    short = ("digits", "--epochs", "1")
-    printed, strict = (
-        cluster.submit("train.sbatch", *short, options="--nodes=2 --gpus-per-node=1", DOCTOR=how,
-                       PATH=f"{launcher.parent}:{PATH}")
-        for how in ("print", "strict")
-    )  # fmt: skip
-    tasks = cluster.submit("tasks.sbatch", *short, options=TWO_NODES, DOCTOR="strict")
-    assert printed.result()["world_size"] == 2
-    # torch's launcher on the second node may wait for the first node's, which has ended: it says so with a traceback
-    own = [line for line in printed.log().splitlines() if "torch/distributed/elastic/agent/server/api.py:" not in line]
-    assert "FAIL variables: NCCL_IB_DISABLE is 1 on rank 1" in printed.log() and "Traceback" not in "\n".join(own)
-    assert (strict.ended(), strict.field("ExitCode")) == ("FAILED", "2:0"), strict.log()
-    assert "The training was not started" in strict.log() and not (strict.run / "metrics.jsonl").exists()
-    assert tasks.result()["world_size"] == 2 and "accel-train doctor: " in tasks.log(), tasks.log()
-
-
-@pytest.mark.slow
 def test_a_warning_while_the_launcher_imports_is_kept(cluster: Cluster) -> None:
     job = cluster.submit("train.sbatch", *LONG, options="--nodes=2", PROCESSES_PER_NODE="1")
     job.until(lambda: len([*job.starts.glob("*/nodes/*")]) == 2)  # the launchers have begun
@@ -467,57 +443,6 @@ def test_the_launcher_by_hand_is_as_the_docs_say(cluster: Cluster, jobs: dict[st
     job.run = cluster.directory / "runs" / "by-hand"
     assert job.result()["world_size"] == 4
     assert losses(job) == losses(jobs["tasks"])
-
-
-@pytest.mark.slow
-def test_tasks_read_accelerates_config_file(cluster: Cluster) -> None:
-    config = cluster.directory / "compiled.yaml"
-    config.write_text("distributed_type: MULTI_GPU\nmixed_precision: 'bf16'\ndynamo_config: {dynamo_backend: EAGER}\n")
-    refused = cluster.directory / "deepspeed.yaml"
-    refused.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n")
-    job, other = (
-        cluster.submit("tasks.sbatch", "digits", "--epochs", "1", options=TWO_NODES, ACCELERATE_CONFIG=str(file))
-        for file in (config, refused)
-    )
-    job.result()
-    launched = json.loads((job.run / "environment.json").read_text())["launcher"]
-    assert launched["ACCELERATE_DYNAMO_BACKEND"] == "EAGER" and "bf16" in job.log()
-    assert (other.ended(), other.field("ExitCode")) == ("FAILED", "2:0")
-    assert other.log().count("deepspeed is not possible without accelerate's launcher") == 1
-
-
-@pytest.mark.slow
-def test_a_finished_run_has_nothing_to_do_or_is_refused(cluster: Cluster, jobs: dict[str, Job]) -> None:
-    run = jobs["short"].run
-    jobs["short"].result()
-    before = (run / "metrics.jsonl").read_text()
-    words = ("digits", "--output-dir", str(run), "--epochs")
-    again = cluster.submit("train.sbatch", *words, "1", options="--nodes=2")
-    assert again.ended() == "COMPLETED"
-    assert f"{run} holds a finished run" in again.log() and "Nothing is left to do" in again.log()
-    more = cluster.submit("train.sbatch", *words, "2", options="--nodes=2")
-    assert more.ended() == "FAILED"
-    assert "epochs: 1 -> 2" in more.log() and "--allow-change epochs" in more.log()
-    assert (run / "metrics.jsonl").read_text() == before
-
-
-@pytest.mark.slow
-def test_a_second_job_with_the_directory_of_a_running_one_is_refused(cluster: Cluster) -> None:
-    run = str(cluster.directory / "runs" / "shared")
-    words = ("digits", "--epochs", "900", "--log-every-updates", "1", "--output-dir", run)
-    first = cluster.submit("tasks.sbatch", *words, options=TWO_NODES)
-    first.run = Path(run)
-    first.until(lambda: first.update() >= 20)
-    second = cluster.submit("train.sbatch", *words, "--seed", "1", options="--nodes=2")
-    assert (second.ended(), second.field("ExitCode")) == ("FAILED", "2:0"), second.log()
-    assert second.log().count("accel-train: error:") == 1
-    assert f"has an owner: process {first.ranks()[0]} on" in second.log() and f"job {first.number}," in second.log()
-    first.trains_on()
-    cluster.command("scancel", first.number)
-    assert first.ended() == "CANCELLED"
-    updates = [line["update"] for line in lines(first)]
-    assert updates == list(range(1, len(updates) + 1))
-    assert not (first.run / "owner.json").exists()
 
 
 @pytest.mark.slow

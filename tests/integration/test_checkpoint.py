@@ -1,12 +1,6 @@
 """Checkpoints: the same state on any number of processes, and complete after kills."""
 
 import json
-import os
-import random
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import checkpoint_worker
@@ -16,7 +10,6 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from accel_train.checkpoint.directory import checkpoint_path, list_updates, read_checkpoint
 from accel_train.checkpoint.reading import find_newest_checkpoint
 
 WORKER = Path(checkpoint_worker.__file__)
@@ -94,45 +87,3 @@ def test_every_process_raises_the_same_error(elastic):
     messages = {(elastic / f"refused.{rank}").read_text() for rank in range(2)}
     assert len(messages) == 1
     assert "no complete checkpoint" in messages.pop()
-
-
-def start(processes: int, steps: Path) -> list[subprocess.Popen]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(steps)],
-            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(processes)
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "kills"), [(1, 12), (2, 6)])
-def test_killed_while_it_saves_as_fast_as_it_can(tmp_path, processes, kills):
-    (tmp_path / "run").mkdir()
-    checkpoints = tmp_path / "run" / "checkpoints"
-    steps = tmp_path / "steps.json"
-    steps.write_text(json.dumps([{"forever": str(checkpoints)}]))
-    generator, newest = random.Random(0), 0
-    for _ in range(kills):
-        workers = start(processes, steps)  # without a launcher: the workers of torchrun would outlive it
-        try:
-            while max(list_updates(checkpoints), default=0) <= newest:
-                assert all(worker.poll() is None for worker in workers)
-                time.sleep(0.01)
-            time.sleep(generator.uniform(0, 0.5))
-        finally:
-            for worker in workers:
-                worker.kill()
-            for worker in workers:
-                worker.wait()
-        found = list_updates(checkpoints)
-        assert found[-1] > newest
-        for update in found:
-            read_checkpoint(checkpoint_path(checkpoints, update))
-        assert read_checkpoint(checkpoint_path(checkpoints, found[-1])).state["train"]["update"] == found[-1]
-        newest = found[-1]

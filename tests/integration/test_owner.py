@@ -113,25 +113,3 @@ def test_a_suspended_owner_whose_run_was_taken_over_ends_and_writes_nothing(tmp_
         assert run.ended() != 0
         assert run.output.count("Another start has taken") == 1, run.output
         assert contents(run.run) == before and temporary.exists()
-
-
-@pytest.mark.slow
-def test_a_suspended_owner_does_not_take_a_finished_run_back(tmp_path: Path) -> None:
-    short = ("digits", "--epochs", 30, "--log-every-updates", 5, "--checkpoint.every-updates", 20)
-    with started(tmp_path / "run", *short) as run:
-        run.until_trained(25)
-        run.until(lambda: list_updates(run.run / "checkpoints"))
-        run.popen.send_signal(signal.SIGSTOP)
-        longer = ("--epochs", 40, "--allow-change", "epochs", "--take-over", "true", "--output-dir", run.run)
-        try:
-            other = helpers.run(*short[:1], *short[3:], *longer)
-            assert other.returncode == 0, other.stderr
-            result = (run.run / "result.json").read_bytes()
-        finally:
-            run.popen.send_signal(signal.SIGCONT)
-        assert run.ended() == 2, run.output
-        assert "Another start has taken" in run.output
-        assert (run.run / "result.json").read_bytes() == result and not (run.run / FILE).exists()
-        lines = [json.loads(line) for line in (run.run / "metrics.jsonl").read_text().splitlines()]
-        updates = [line["update"] for line in lines if line["kind"] == "train"]
-        assert updates == sorted(set(updates))

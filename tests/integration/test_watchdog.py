@@ -73,22 +73,6 @@ def test_single_process_that_hangs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_until_the_first_update_another_time_out_counts(tmp_path: Path) -> None:
-    long_update = ("--data.name", "synthetic", "--model.image-size", 8, "--data.channels", 1)
-    long_update += ("--data.train-limit", 4000, "--batch-size", 4000, "--micro-batch-size", 1)
-    words = ("--hang-timeout-seconds", 1, "--start-timeout-seconds", 5)
-    with started(tmp_path / "run", "digits", *long_update, *words, processes=2, launcher=True) as run:
-        run.until(lambda: run.status.get("state") == "training")
-        stopped = run.pids()[1]
-        os.kill(stopped, signal.SIGSTOP)
-        run.until(lambda: run.status["state"] == "failed")
-        os.kill(stopped, signal.SIGCONT)  # else the launcher gives it 30 s to end by SIGTERM
-        assert run.ended() != 0
-        assert "(--start-timeout-seconds)" in run.status["reason"], run.status
-        assert "after update 0" in run.status["reason"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_job_that_was_suspended_for_long_goes_on(tmp_path: Path, processes: int) -> None:
     words = ("--hang-timeout-seconds", 4, "--data.placement", "disk", "--data.workers", 1)

@@ -31,14 +31,16 @@ RECIPES: dict[str, tuple[str, list[int]]] = {  # options, numbers of processes; 
         "--bitwise true --virtual-batch-size 12 --model.name test_resnet --model.dropout 0.2 --ema.enabled true",
         [1, 2, 4],
     ),
-    "three processes": ("--bitwise true --virtual-batch-size 16 --optim.clip 1", [1, 3]),
+    "three processes": ("--bitwise true --virtual-batch-size 16 --optim.clip 1", [1, 2, 3]),  # two share three batches
     "batchnorm": (
         "--bitwise true --virtual-batch-size 12 --model.name test_resnet --model.drop-path 0.1 --optim.name adamw "
         "--optim.lr 0.002 --augment.mixup 0.2",
         [1, 2, 4],
     ),
     "data workers": (
-        "--bitwise true --virtual-batch-size 12 --data.workers 1 --augment.policy trivialaugment", [1, 2, 4]
+        "--bitwise true --virtual-batch-size 12 --micro-batch-size 12 --data.workers 1 --augment.policy trivialaugment "
+        "--augment.flip 0.5 --augment.erase 0.2",
+        [1, 2, 4],
     ),
     "not bitwise": ("--virtual-batch-size 12 --model.name test_resnet --ema.enabled true", [1, 2, 4]),
 }  # fmt: skip

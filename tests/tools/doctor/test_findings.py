@@ -127,12 +127,6 @@ def test_a_control_group_below_what_was_asked_for(exam: Exam, monkeypatch: pytes
     pytest.skip("no control group can be made here")
 
 
-def test_little_shared_memory(exam: Exam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with helpers.small_disk(tmp_path / "shm", "64m") as disk:
-        monkeypatch.setattr(node, "SHARED_MEMORY", disk)
-        assert has(node.shared_memory(exam()), WARN, "64 MiB free", "--shm-size")
-
-
 @pytest.mark.parametrize(
     ("values", "status", "words"),
     [
@@ -320,14 +314,6 @@ def test_a_disk_without_room(exam: Exam, tmp_path: Path) -> None:
 def test_a_quota_of_files(exam: Exam, tmp_path: Path) -> None:
     with helpers.small_disk(tmp_path / "disk", "64m,nr_inodes=20") as disk:
         assert has(storage._room(exam(folder=disk), 10**6), FAIL, "inodes free", "Delete files")
-
-
-def test_a_folder_that_cannot_be_written(exam: Exam, tmp_path: Path) -> None:
-    with helpers.small_disk(tmp_path / "disk", "200k") as disk:
-        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        finding, seconds = storage._save(disk, 2**20)
-        assert has(finding, FAIL, "Read-only file system", "--output-dir") and seconds is None
-        assert has(storage._room(exam(folder=disk), None), FAIL, "Read-only file system", "--output-dir")
 
 
 @pytest.mark.parametrize("name", ["HOME", "TMPDIR", "HF_HOME"])
