@@ -51,7 +51,7 @@ def without_run(config: Config, arguments: Sequence[str], command: str, what: st
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfRecipe(CommandOptions):
+class RecipeOptions(CommandOptions):
     """A command that takes a recipe and the options of train."""
 
     TRAIN_OPTIONS = ("",)
@@ -61,7 +61,7 @@ class OfRecipe(CommandOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfWeights(CommandOptions):
+class WeightsOptions(CommandOptions):
     """A command that reads the weights of a run."""
 
     checkpoint: Path | None = None

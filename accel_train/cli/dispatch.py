@@ -90,8 +90,6 @@ def _run(words: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}.{nearest(name, COMMANDS)} See accel-train --help.")
-    if name != "train":  # train has this option in its configuration
-        rest = _without_traceback(rest)
     if {"-h", "--help"} & {*rest[: rest.index("--") if "--" in rest else None]}:  # after it are words for others
         from accel_train.cli.help import show_help
 
@@ -102,14 +100,3 @@ def _run(words: list[str]) -> int:
     except UntrustedError as error:
         line = shlex.join(["accel-train", name, *rest, "--trust-code", "true"])
         raise UserError(f"{error.what}; if you trust that: {line}") from error
-
-
-def _without_traceback(words: list[str]) -> list[str]:
-    """Return the words without --traceback, --traceback=true or --traceback true, as train understands them."""
-    following = zip(["", *words], words, strict=False)
-    values = [before == "--traceback" and word in ("true", "false") for before, word in following]
-    return [
-        word
-        for word, is_value in zip(words, values, strict=True)
-        if not (is_value or word.partition("=")[0] == "--traceback")
-    ]

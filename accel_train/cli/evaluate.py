@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
-from accel_train.cli.common import OfWeights, importing, print_table
+from accel_train.cli.common import WeightsOptions, importing, print_table
 from accel_train.config.declaration import FRACTION, POSITIVE, RUN_WORD, Word, ending
 from accel_train.config.options import parse_command
 from accel_train.config.recipe import not_a_run
@@ -29,7 +29,7 @@ SIZES = ("model.eval-image-size", "augment.resize", "augment.crop-fraction")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(OfWeights):
+class Evaluate(WeightsOptions):
     """Evaluate a run's model over every sample of a split, each exactly once, with the run's own configuration.
 
     --data.KEY VALUE changes the data of the run: another folder, or a limit; --model.eval-image-size,
@@ -157,7 +157,7 @@ def _print_rows(record: dict[str, Any], classes: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predict(OfWeights):
+class Predict(WeightsOptions):
     """Show the most probable classes of images, according to a run's model.
 
     --model.eval-image-size, --augment.resize and --augment.crop-fraction change the size of the images. The row of an

@@ -25,7 +25,15 @@ from accel_train.cli.commands import COMMANDS, command_class
 from accel_train.config.declaration import Word
 from accel_train.config.options import NEUTRAL_IN_WORDS, CommandOptions, parse, parse_command
 from accel_train.config.recipe import recipe_names
-from accel_train.config.schema import UNIONS, Config, choices, is_or_contains, option_types, takes_many_values, words_of
+from accel_train.config.schema import (
+    UNIONS,
+    Config,
+    choices,
+    is_or_contains,
+    option_types,
+    positional_words,
+    takes_many_values,
+)
 from accel_train.errors import UserError, nearest, one_line, wrapped
 
 COMMON = (
@@ -69,7 +77,7 @@ def show_help(command: str, arguments: Sequence[str]) -> None:
         parser = _train_parser(arguments)
     else:
         cls = command_class(command)
-        words = " ".join(word.metavar for _, word in words_of(cls).values())
+        words = " ".join(word.metavar for _, word in positional_words(cls).values())
         options = " [--key value …]" if option_types(cls) else ""
         parser = _parser(f"accel-train {command} {words}{options}", inspect.cleandoc(cls.__doc__ or ""))
         _add_words(parser, cls)
@@ -122,7 +130,7 @@ def groups() -> dict[str, list[str]]:
 
 
 def _add_words(parser: argparse.ArgumentParser, cls: Any) -> None:
-    for name, (kind, word) in words_of(cls).items():
+    for name, (kind, word) in positional_words(cls).items():
         takes = recipe_names() if word.metavar in ("RECIPE", "[NAME]") else choices(kind)
         many = "*" if takes_many_values(kind) else None
         text = help_texts(cls)[name.replace("_", "-")].replace("%", "%%")
@@ -220,11 +228,11 @@ def completion(arguments: Sequence[str]) -> int:
 
     shell = parse_command(Completion, arguments)[0].shell
     preamble = RECIPES[shell].format(names=" ".join(recipe_names()))
-    print(shtab.complete(_parser_of_all(shtab.FILE), shell, preamble=preamble))
+    print(shtab.complete(_whole_parser(shtab.FILE), shell, preamble=preamble))
     return 0
 
 
-def _parser_of_all(file: Any) -> argparse.ArgumentParser:
+def _whole_parser(file: Any) -> argparse.ArgumentParser:
     """Return the parser of all commands. `file`: what shtab completes a path with."""
     whole = argparse.ArgumentParser(prog="accel-train", add_help=False)
     commands = whole.add_subparsers()

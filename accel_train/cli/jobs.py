@@ -58,7 +58,7 @@ def submit(arguments: Sequence[str]) -> int:
     words, for_scheduler = divide(arguments)
     options, rest = parse_command(Submit, words)
     given = {word.partition("=")[0].removeprefix("--") for word in rest}
-    if not_of_a_run := [f"--{key}" for key in ("config-only", "take-over", "traceback") if key in given]:
+    if not_of_a_run := [f"--{key}" for key in ("config-only", "take-over") if key in given]:
         raise UserError(f"{', '.join(not_of_a_run)}: an option of one start, not of submitted runs; leave it out.")
     scheduler = _scheduler(options.scheduler)
     for word in for_scheduler:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from accel_train.cli.common import OfRecipe, importing, print_table, without_run
+from accel_train.cli.common import RecipeOptions, importing, print_table, without_run
 from accel_train.config.declaration import POSITIVE, Word, ending
 from accel_train.config.options import CommandOptions, parse_command, parse_command_of_recipe
 from accel_train.config.recipe import read_recipe, recipe_names
 from accel_train.config.schema import Config, value
 from accel_train.data.sources.root import check_root
-from accel_train.errors import LOGGER, UserError, counted, is_terminal, print_line, raise_mistakes, writing
+from accel_train.errors import LOGGER, UserError, counted, print_line, raise_mistakes, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.environment import prepare_environment
 from accel_train.starter import GITIGNORE, RECIPE, starter_files
@@ -40,11 +40,8 @@ def recipes(arguments: Sequence[str]) -> int:
     if options.name:
         recipe = read_recipe(options.name)
         raise_mistakes(recipe.mistakes)
-        if is_terminal(sys.stdout):
-            for line in recipe.text.rstrip("\n").split("\n"):
-                print_line(line, wraps=False)
-        else:
-            sys.stdout.write(recipe.text)
+        for line in recipe.text.rstrip("\n").split("\n"):
+            print_line(line, wraps=False)
     else:
         print_table(["recipe", "data", "model", "reproduces", "expected accuracy"], _rows())
     return 0
@@ -63,7 +60,7 @@ def _rows() -> list[list[str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preview(OfRecipe):
+class Preview(RecipeOptions):
     """Write a picture of what the model of a recipe will see: images cropped, augmented, mixed, with their labels.
 
     Options of train (--augment.policy, --data.root, …) change the recipe. Nothing is trained.
@@ -90,7 +87,7 @@ def preview(arguments: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindLr(OfRecipe):
+class FindLr(RecipeOptions):
     """Train for some updates while the learning rate grows, and draw the loss: where it falls fastest is a good rate.
 
     Options of train (--batch-size, --optim.name, …) change the recipe. Nothing is kept but the picture.
@@ -134,7 +131,7 @@ def find_lr(arguments: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench(OfRecipe):
+class Bench(RecipeOptions):
     """Measure how close a recipe's training comes to the device's limit, and where the rest of the time goes.
 
     Measures, in turns: a bare loop on tensors in the device's memory, the input alone, and the whole trainer. Options

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from accel_train.cli.common import OfWeights, importing, print_table
+from accel_train.cli.common import WeightsOptions, importing, print_table
 from accel_train.config.declaration import RUN_WORD, Word
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import MAX_BYTES, not_a_run
@@ -27,7 +27,7 @@ from accel_train.untrusted import is_number, read_json_lines, read_json_object, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(OfWeights):
+class Report(WeightsOptions):
     """Write a page about a run: curves, figures, confusion, the worst images. Of several runs: compare them.
 
     The page is one file that needs no network. If the run has no predictions of its weights yet, the test split (or the
@@ -87,7 +87,7 @@ def report(arguments: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(OfWeights):
+class Export(WeightsOptions):
     """Write a run's model for other programs: weights, class names and preprocessing, in one folder.
 
     The export is then loaded and compared with the run on images of its data, as tensors and from files. If they

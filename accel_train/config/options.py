@@ -27,9 +27,9 @@ from accel_train.config.schema import (
     groups,
     in_words,
     option_types,
+    positional_words,
     takes_many_values,
     value,
-    words_of,
 )
 from accel_train.config.url import url_of
 from accel_train.errors import UserError, how_to_get, nearest, raise_mistakes
@@ -37,6 +37,7 @@ from accel_train.user_code.reference import PREFIXES, resolve, texts_of
 from accel_train.user_code.reference import mistakes as code_mistakes
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandOptions:
     """The options of a command other than train: the fields of a dataclass, whose docstring is the command's help.
 
@@ -46,6 +47,9 @@ class CommandOptions:
 
     TRAIN_OPTIONS: ClassVar[tuple[str, ...]] = ()
     """The options of train that the command takes, too: how their keys begin, such as "data."; "": all of them."""
+
+    traceback: bool = False
+    """Show the traceback of an error too."""
 
     def mistakes(self) -> list[str]:
         """Return a message for each value that is within its bounds but cannot be used."""
@@ -69,7 +73,7 @@ T = TypeVar("T")
 C = TypeVar("C", bound=CommandOptions)
 
 
-def parse(arguments: Sequence[str], prog: str = "accel-train train", *, checks_code: bool = True) -> Config:
+def parse(arguments: Sequence[str], *, checks_code: bool = True) -> Config:
     """Return the configuration of `[RECIPE] [--key value …]`. Files of the user's are in it with their absolute paths.
 
     Without a recipe the options must name the model and the data; the other values are those of NEUTRAL.
@@ -79,7 +83,7 @@ def parse(arguments: Sequence[str], prog: str = "accel-train train", *, checks_c
     Raises one UserError with all mistakes of the recipe and of the options.
     """
     if not arguments:
-        raise UserError(f"no recipe: {prog} RECIPE [--key value …]; `accel-train recipes` lists the recipes.")
+        raise UserError("no recipe: accel-train train RECIPE [--key value …]; `accel-train recipes` lists the recipes.")
     mistakes: list[str] = []
     if not arguments[0].startswith("-"):
         recipe = _read_recipe(arguments[0], mistakes)
@@ -87,8 +91,8 @@ def parse(arguments: Sequence[str], prog: str = "accel-train train", *, checks_c
     given = read_arguments(arguments, option_types(), mistakes)
     if not {"model.name", "data.name"} <= given.keys():
         raise UserError(
-            f"the recipe comes before the options: {prog} RECIPE {arguments[0]} …; without a recipe, give --model.name "
-            "and --data.name (and --data.root)."
+            f"the recipe comes before the options: accel-train train RECIPE {arguments[0]} …; without a recipe, give "
+            "--model.name and --data.name (and --data.root)."
         )
     recipe = dataclasses.replace(read_settings(NEUTRAL, "the neutral recipe"), name="neutral")
     return _to_config(recipe, given, mistakes, checks_code)
@@ -185,7 +189,7 @@ def _read_command(cls: type[C], arguments: Sequence[str], mistakes: list[str]) -
 
 def _words_to_values(cls: type[CommandOptions], words: list[str], mistakes: list[str]) -> dict[str, Any] | None:
     """Return the values of the fields that are words; None if one is missing or wrong, and a message in `mistakes`."""
-    fields, values = words_of(cls), dict[str, Any]()
+    fields, values = positional_words(cls), dict[str, Any]()
     left = words
     for name, (kind, _) in fields.items():
         taken, left = (left, []) if takes_many_values(kind) else (left[:1], left[1:])

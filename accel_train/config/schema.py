@@ -522,7 +522,7 @@ def option_types(cls: type[Any] = Config) -> OptionTypes:
     }
 
 
-def words_of(cls: type[Any]) -> dict[str, tuple[Any, Word]]:
+def positional_words(cls: type[Any]) -> dict[str, tuple[Any, Word]]:
     """Return the fields of a command that are words without a key: name -> (type of its value, what is declared)."""
     fields = _fields_of(cls)  # type: ignore[arg-type]
     return {
