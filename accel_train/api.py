@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from accel_train.tools.evaluate_run import EvaluationResult
     from accel_train.tools.export.export import ExportResult
     from accel_train.tools.find_lr import LearningRates
-    from accel_train.tools.inference import Prediction
-    from accel_train.tools.load_run import LoadedRun
+    from accel_train.tools.load_run import LoadedRun, Prediction
     from accel_train.tools.report.preview import PreviewResult
     from accel_train.tools.report.report import ReportResult
     from accel_train.tools.shards import ShardsResult

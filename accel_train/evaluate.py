@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,17 +14,16 @@ from accel_train.data.loading import InputPipeline
 from accel_train.data.sources.splits import Splits
 from accel_train.records.metrics import (
     Evaluation,
+    OwnMetrics,
     SplitMetric,
     average_precision_of_classes,
+    create_own_metrics,
     f1_of_classes,
     mean_metrics,
     metrics_for,
     same,
     top5,
 )
-
-if TYPE_CHECKING:
-    from accel_train.records.own_metrics import OwnMetrics
 
 Batch = dict[str, Any]
 
@@ -129,6 +128,4 @@ def create_metrics(config: Config, accelerator: Accelerator, splits: Splits) -> 
     """
     if not config.metrics:
         return None
-    from accel_train.records.own_metrics import create_own_metrics
-
     return create_own_metrics(config.metrics, accelerator, splits)

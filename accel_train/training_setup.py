@@ -47,7 +47,7 @@ from accel_train.step import Step
 
 if TYPE_CHECKING:
     from accel_train.optim.ema import Ema
-    from accel_train.records.own_metrics import OwnMetrics
+    from accel_train.records.metrics import OwnMetrics
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ import turns
 from trainer import trainer
 
 from accel_train.cli.common import print_table
+from accel_train.tools.bench import ratio, spread
 from accel_train.tools.report.curves import import_pyplot, save
-from accel_train.tools.workload import ratio, spread
 
 HERE = Path(__file__).parent
 SECOND_PASS = "tutorial's second pass"

@@ -20,7 +20,7 @@ import tasks
 
 from accel_train.checkpoint.directory import versions
 from accel_train.launch.process import available_cores
-from accel_train.tools.workload import Spread, device_name
+from accel_train.tools.bench import Spread, device_name
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -43,8 +43,8 @@ from accel_train.data.sources.load import load_splits  # noqa: E402
 from accel_train.data.transforms.batch import BatchTransform  # noqa: E402
 from accel_train.launch.accelerator import create_accelerator  # noqa: E402
 from accel_train.optim.performance import set_defaults  # noqa: E402
+from accel_train.tools.bench import Clock, ratio, spread  # noqa: E402
 from accel_train.tools.shards import write_shards  # noqa: E402
-from accel_train.tools.workload import Clock, ratio, spread  # noqa: E402
 
 CROP_AND_FLIP = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
 MEMORY = {  # task of tasks.py, augmentation with torchvision, augmentation with accel_train

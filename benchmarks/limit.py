@@ -14,7 +14,7 @@ from trainer import data_words  # noqa: E402
 
 from accel_train.config.options import parse  # noqa: E402
 from accel_train.data.sources.load import splits_of  # noqa: E402
-from accel_train.tools.workload import Workload  # noqa: E402
+from accel_train.tools.bench import Workload  # noqa: E402
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from compare import OTHERS, script_words
 from trainer import data_words
 
 from accel_train.cli.common import print_table
-from accel_train.tools.workload import ratio, spread
+from accel_train.tools.bench import ratio, spread
 
 TASK = "mnist_cnn"
 GOAL = 0.985

@@ -27,8 +27,8 @@ from trainer import trainer
 
 from accel_train.cli.common import print_table
 from accel_train.errors import counted
+from accel_train.tools.bench import spread
 from accel_train.tools.report.curves import import_pyplot, save
-from accel_train.tools.workload import spread
 
 WARM_UP = 3  # rounds
 STRONG, WEAK = "fixed global batch", "fixed batch per process"

@@ -31,7 +31,7 @@ from torchvision import transforms
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.arrays import synthetic
-from accel_train.tools.workload import Clock
+from accel_train.tools.bench import Clock
 
 TEST_BATCH = 1000  # as in PyTorch's MNIST example
 

@@ -27,7 +27,7 @@ from torch import nn
 from accel_train.cli.common import print_table
 from accel_train.launch.environment import SPINS
 from accel_train.optim.performance import set_defaults
-from accel_train.tools.workload import ratio, spread
+from accel_train.tools.bench import ratio, spread
 
 ASLEEP = "sleep at once"
 WAYS = {  # what a thread does when it has no work, and the environment variables for it

@@ -12,7 +12,7 @@ from accel_train.data.sources import load
 from accel_train.optim.loss import LOSSES, MULTI_LABEL_LOSSES, create_loss
 from accel_train.records.metrics import LOWER_IS_BETTER, METRICS, MULTI_LABEL_METRICS
 from accel_train.records.summary import DRAWN
-from accel_train.tools.figures import multi_label_figures, single_label_figures
+from accel_train.tools.evaluate_run import multi_label_figures, single_label_figures
 
 
 def test_each_loss_is_accepted_and_trains() -> None:

@@ -18,7 +18,7 @@ errors __init__
 WITHIN = {
     "tools": """
 doctor bench export audit find_lr shards report
-evaluate_run load_run inference predictions figures workload pool cluster __init__
+evaluate_run load_run pool cluster __init__
 """.split(),  # noqa: SIM905
     "data": """
 loading workers memory transforms sources

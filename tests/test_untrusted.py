@@ -31,7 +31,7 @@ from accel_train.models.weights import read_state
 from accel_train.ownership.owner import read_owner
 from accel_train.records.trackers import point_of
 from accel_train.run.start import find_file
-from accel_train.tools.predictions import read_predictions
+from accel_train.tools.evaluate_run import read_predictions
 from accel_train.untrusted import (
     NotRegularFileError,
     parse_json,
@@ -267,17 +267,16 @@ EXCEPTIONS = {
     # Files of the package, and of a folder that the program has just made
     "data.sources.arrays": "the digits of the package",
     "tools.doctor.storage": "its own scratch folder", "tools.export.export": "a new folder",
-    "tools.export.formats": "a new folder",
     "checkpoint.own_optimizer": "bytes in memory, which it has just written",
     "cli.evaluate": "temporary files beside what the user names", "cli.recipes": "what the user names",
     "tools.shards": "a folder that it has just made",
     # Checked before
     "checkpoint.directory": "verify_files has found regular files", "checkpoint.reading": "require_regular_file",
     "config.recipe": "train <(…): a pipe is meant, and read to a bound",
-    "tools.predictions": "np.load of an opened file", "data.sources.files.tars": "tarfile of an opened file",
+    "tools.evaluate_run": "np.load of an opened file", "data.sources.files.tars": "tarfile of an opened file",
     "user_code.loading": "the import of a user's own code",
     "data.sources.user": "the same",
-    "tools.export.preprocess": "an image of the user's, read by the code that other programs copy",
+    "tools.export.formats": "a new folder, and an image of the user's, read by the code that other programs copy",
     "tools.export.compare": "an image of the data, which the source has read",
     # Not yet
 }  # fmt: skip

@@ -22,7 +22,7 @@ from accel_train.launch.environment import prepare_environment
 
 if TYPE_CHECKING:
     from accel_train.tools.evaluate_run import EvaluationResult
-    from accel_train.tools.inference import Prediction
+    from accel_train.tools.load_run import Prediction
 
 SIZES = ("model.eval-image-size", "augment.resize", "augment.crop-fraction")
 """Options of a training that evaluate and predict take, too."""
@@ -92,7 +92,7 @@ SHOWN = 20  # at most so many classes are printed
 
 def print_figures(result: EvaluationResult) -> None:
     """Print a row for each figure and a column for each of the weights: the model's and, if there is one, the EMA's."""
-    from accel_train.tools.figures import figure_rows
+    from accel_train.tools.evaluate_run import figure_rows
 
     records = [result.figures[name] for name in ("model", "ema") if name in result.figures]
     rows = []
@@ -109,7 +109,7 @@ def print_classes(result: EvaluationResult) -> None:
 
     Of more than SHOWN classes only those with the lowest recall (or average precision) are printed.
     """
-    from accel_train.tools.figures import without_images
+    from accel_train.tools.evaluate_run import without_images
 
     classes = result.figures["classes"]
     _print_rows(result.last, classes)
@@ -119,7 +119,7 @@ def print_classes(result: EvaluationResult) -> None:
 
 
 def _print_rows(record: dict[str, Any], classes: Sequence[str]) -> None:
-    from accel_train.tools.figures import CLASS_FIGURES, NO_FIGURE, images_of_classes, interval_text
+    from accel_train.tools.evaluate_run import CLASS_FIGURES, NO_FIGURE, images_of_classes, interval_text
 
     confusion, images = record.get("confusion"), images_of_classes(record)
     columns = {title: record[key] for title, key in CLASS_FIGURES.items() if key in record}
@@ -191,8 +191,7 @@ def predict(arguments: Sequence[str]) -> int:
     launch = prepare_environment()
     with importing(str(options.run)):
         from accel_train.launch.accelerator import create_accelerator
-        from accel_train.tools.inference import check_can_classify, image_files
-        from accel_train.tools.load_run import load
+        from accel_train.tools.load_run import check_can_classify, image_files, load
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `predict … | head` ends quietly
     launch.check_alone("predict")

@@ -34,7 +34,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings (of `schema.as_dict`) by the command line's keys, such as "optim.weight-decay".
 
     A user's own file is named without its folder: on another machine it may be in another one, and its text is compared
-    elsewhere (records/provenance.py).
+    elsewhere (records/directory.py).
     """
     result: dict[str, Any] = {}
     for name, value in settings.items():

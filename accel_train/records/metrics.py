@@ -1,22 +1,36 @@
 """The metrics of a model. METRICS is the one place that defines them; MULTI_LABEL_METRICS for several labels an image.
 
 Training (`meter`), evaluation, the console, metrics.jsonl, the trackers and result.json all follow the table. To add
-top-3 accuracy, add `top_k("top3_accuracy", 3)` to it. Those of --metrics come after it: see own_metrics.py.
+top-3 accuracy, add `top_k("top3_accuracy", 3)` to it. Those of --metrics come after it: see `OwnMetrics`.
+
+The main process computes those of --metrics, a user's functions of logits and targets and metrics of torchmetrics, on
+its CPU, for the logits of a whole split, which it gets from all processes, in the order of the samples' numbers: so
+their bits do not depend on the number of processes. Only the main process imports the code, and tries each metric with
+made-up logits.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from accelerate import Accelerator
+from torch import Tensor, nn
 
-from accel_train.user_code.reference import metric_name, short_name
+from accel_train.config.declaration import NAMES_OF_FIGURES
+from accel_train.data.sources.splits import Splits
+from accel_train.errors import MetricError, UserError
+from accel_train.launch.agreement import broadcast_from_main
+from accel_train.user_code.loading import call, load, showing_user_lines
+from accel_train.user_code.reference import Reference, given_metrics, metric_name, parse_reference, short_name
 
 
 @dataclass(frozen=True)
@@ -308,3 +322,146 @@ def count_classes(labels: Tensor, classes: int) -> list[int]:
 
 
 LOWER_IS_BETTER = {metric.name for metric in METRICS + MULTI_LABEL_METRICS if metric.lower_is_better}
+
+
+def create_own_metrics(texts: Sequence[str], accelerator: Accelerator, splits: Splits) -> OwnMetrics | None:
+    """The metrics `texts` of --metrics; None if they all are in every evaluation. Collective.
+
+    Each metric is tried with made-up logits. Raises UserError if one cannot be used.
+    """
+    objects = given_metrics()
+    if taken := NAMES_OF_FIGURES & objects.keys():
+        raise UserError(
+            f"--metrics {', '.join(sorted(taken))}: a built-in figure has this name; give yours another one."
+        )
+    built_in = {metric.name for metric in metrics_for(multi_label=splits.multi_label)}
+    texts = [text for text in texts if text not in built_in]
+    if not texts:
+        return None
+    metrics: list[OwnMetric] = []
+
+    def create() -> frozenset[str]:
+        for text in texts:
+            metrics.append(_create(text, objects.get(text), len(splits.classes), multi_label=splits.multi_label))
+        return frozenset(LOWER_IS_BETTER) | {metric.name for metric in metrics if metric.lower_is_better}
+
+    return OwnMetrics(accelerator, metrics, broadcast_from_main(accelerator, create))
+
+
+def _create(text: str, given: Callable[..., Any] | None, classes: int, *, multi_label: bool) -> OwnMetric:
+    reference = parse_reference("metrics", text)
+    if reference is None and given is None:
+        raise UserError(f"--metrics {text}: no metric of this package, and not given as an object of Python.")
+    if reference is None:
+        reference = Reference(_source_file(given), "", text)
+    target: Any = load("metrics", reference) if given is None else given
+    if isinstance(target, type):
+        taken = {"num_classes", "num_labels"} & inspect.signature(target).parameters.keys()
+        target = call("metrics", reference, target, dict.fromkeys(taken, classes), {})
+    if isinstance(target, nn.Module):
+        for part in target.cpu().modules():
+            if hasattr(part, "distributed_available_fn"):  # of torchmetrics: one process has all samples already
+                part.distributed_available_fn = lambda: False  # type: ignore[assignment]
+    metric = OwnMetric(metric_name(text), reference, target, getattr(target, "higher_is_better", None) is False)
+    if not (metric.accumulates or callable(target)):
+        raise metric.wrong(target, "a function of (logits, targets), or an object with reset, update and compute")
+    with torch.inference_mode():
+        metric.try_once(classes, multi_label=multi_label)
+    return metric
+
+
+def _source_file(given: Any) -> str:
+    """The file of an object's code, for messages."""
+    try:
+        has_code = inspect.isroutine(given) or inspect.isclass(given)
+        return inspect.getsourcefile(given if has_code else type(given)) or "Python"
+    except TypeError:
+        return "Python"
+
+
+@dataclass(frozen=True)
+class OwnMetric:
+    """A metric of --metrics, on the main process."""
+
+    name: str
+    reference: Reference
+    target: Any
+    """A function of (logits, targets), or an object with `reset`, `update` of the same, and `compute`."""
+    lower_is_better: bool
+
+    @property
+    def accumulates(self) -> bool:
+        return all(hasattr(self.target, name) for name in ("reset", "update", "compute"))
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> float:
+        """The figure of a whole split. Raises UserError if the user's code fails or returns not one number."""
+        with showing_user_lines("metrics", self.reference), one_thread():
+            if self.accumulates:
+                self.target.reset()
+                self.target.update(logits, targets)
+                value = self.target.compute()
+            else:
+                value = self.target(logits, targets)
+        found = as_numbers(value)
+        if found is None or found.numel() != 1:
+            raise self.wrong(value, "one number" + ", as with average='macro'" * hasattr(self.target, "average"))
+        return float(found)
+
+    def wrong(self, value: Any, expected: str) -> UserError:
+        found = as_numbers(value)
+        kind = f"a {type(value).__name__}"
+        if found is not None and found.ndim:
+            kind = f"{str(found.dtype)[6:]} {list(found.shape)}"
+        return UserError(f"--metrics {self.reference.short}: returned {kind}; expected {expected}.")
+
+    def try_once(self, classes: int, *, multi_label: bool) -> None:
+        """Try it with made-up logits in which each class has samples. Raises UserError."""
+        samples = 2 * classes if classes <= 1000 else 1000  # another number than that of the classes
+        logits = torch.randn(samples, classes, generator=torch.Generator().manual_seed(0))
+        targets = torch.arange(samples) % classes
+        if multi_label:
+            targets = ((targets[:, None] + torch.arange(classes)) % 2) if classes > 1 else targets[:, None]
+        self(logits, targets)
+
+
+class OwnMetrics:
+    """The metrics of --metrics. All processes have one, and make the same calls."""
+
+    def __init__(self, accelerator: Accelerator, metrics: Sequence[OwnMetric], lower_is_better: frozenset[str]) -> None:
+        """`metrics`: on the main process; others have none. `lower_is_better`: their names, and the built-in ones'."""
+        self.accelerator, self.metrics, self.lower_is_better = accelerator, metrics, lower_is_better
+
+    def figures(self, logits: Tensor | None, labels: Tensor, *, broken: bool) -> dict[str, float]:
+        """The figures of a split, on all processes; NaN if its logits are `broken`, that is, some are no numbers.
+
+        `logits`: float32 [n, classes], needed on the main process alone. `labels`: int64 [n], or bool [n, classes].
+        Raises MetricError on all processes if a metric fails.
+        """
+
+        def compute() -> dict[str, float]:
+            if broken or logits is None:
+                return {metric.name: math.nan for metric in self.metrics}
+            return {metric.name: metric(logits, labels.long()) for metric in self.metrics}
+
+        try:
+            return broadcast_from_main(self.accelerator, compute)
+        except UserError as error:
+            raise MetricError(*error.messages) from error
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums of torch have other last bits with another number of threads, and launchers set different ones."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def as_numbers(value: Any) -> Tensor | None:
+    """The real number or numbers that a metric has returned; None if it has returned something else."""
+    if isinstance(value, (bool, int, float, np.generic, np.ndarray)) and np.asarray(value).dtype.kind in "biuf":
+        return torch.from_numpy(np.asarray(value, np.float64))
+    return value if isinstance(value, Tensor) and not value.is_complex() else None

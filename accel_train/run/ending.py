@@ -26,7 +26,7 @@ from accel_train.ownership.lease import Lease
 from accel_train.records.cost import cost_of
 from accel_train.records.directory import RunDirectory
 from accel_train.records.events import Ended, Noted, Warned
-from accel_train.records.result import example_image, final_figures, next_steps, result_of, stopped_text
+from accel_train.records.summary import example_image, final_figures, next_steps, result_of, stopped_text
 from accel_train.run.run import Run
 from accel_train.run.start import load_data
 from accel_train.run.stopping import LAUNCHER_DEATH

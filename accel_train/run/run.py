@@ -28,28 +28,29 @@ from accel_train.optim.performance import evaluation_advice, memory_advice, rais
 from accel_train.ownership.lease import Lease
 from accel_train.records.console import Console
 from accel_train.records.cost import Ledger
-from accel_train.records.directory import RunDirectory
+from accel_train.records.directory import RunDirectory, environment
 from accel_train.records.events import (
     Closed,
     Ended,
     Evaluated,
     Event,
     Logged,
+    MetricsLines,
     Noted,
     Rewound,
     Said,
     SaveBegun,
     SaveCommitted,
+    Sink,
     Started,
+    Status,
+    Stream,
     UpdateDone,
     Warned,
 )
 from accel_train.records.meter import Meter, Stopwatch
 from accel_train.records.metrics import Evaluation, training_metrics
-from accel_train.records.provenance import environment
-from accel_train.records.result import resume_command
-from accel_train.records.sinks import MetricsLines, Sink, Status, Stream
-from accel_train.records.summary import data_record, describe, model_info_of, resumed_text
+from accel_train.records.summary import data_record, describe, model_info_of, resume_command, resumed_text
 from accel_train.run.nonfinite import Guard
 from accel_train.run.start import FinishedRun
 from accel_train.run.stopping import StopRequests

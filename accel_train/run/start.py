@@ -38,11 +38,9 @@ from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.schedule import check_schedule
 from accel_train.ownership.lease import Claim, Lease, claim_run
 from accel_train.ownership.owner import is_late
-from accel_train.records.directory import begin_start
+from accel_train.records.directory import begin_start, code_facts
 from accel_train.records.model_info import FILE, ModelInfo, read_model_info
-from accel_train.records.provenance import code_facts
-from accel_train.records.result import resume_command
-from accel_train.records.summary import check_best_metric
+from accel_train.records.summary import check_best_metric, resume_command
 from accel_train.untrusted import json_object, read_regular_file
 from accel_train.user_code.reference import parse_reference
 

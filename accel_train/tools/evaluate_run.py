@@ -1,6 +1,7 @@
 """A run's model evaluated on every sample of a split, each counted exactly once, on any number of processes.
 
-The precision is the one given on the launch command, as in training.
+First the metrics that follow from the labels and the model's logits, then the predictions file, then the evaluation.
+Its precision is the one given on the launch command, as in training.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -27,20 +29,228 @@ from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.load import Source, Splits, splits_of
 from accel_train.data.sources.splits import unwrap_subset
-from accel_train.errors import LOGGER, UserError, counted
+from accel_train.errors import LOGGER, UserError, counted, first_of, reason_of
 from accel_train.evaluate import evaluate
-from accel_train.files import atomic_write
+from accel_train.files import atomic_replacement, atomic_write, open_to_write
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
-from accel_train.records.metrics import Evaluation
+from accel_train.records.metrics import Evaluation, OwnMetrics, create_own_metrics, figures_for
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.records.own_metrics import OwnMetrics, create_own_metrics
-from accel_train.tools.figures import multi_label_figures, single_label_figures
 from accel_train.tools.load_run import empty_model, read_config
-from accel_train.tools.predictions import Predictions
+from accel_train.untrusted import open_to_read
 from accel_train.user_code.reference import CHOSEN_METRICS, given_metrics, short_name
+
+Floats = npt.NDArray[np.float64]
+
+BINS = 15  # of the calibration error, as in Guo et al. 2017
+NO_FIGURE = "\u2013"  # of a class without images
+FIGURES = {  # key -> what the table calls it
+    "balanced_accuracy": "balanced accuracy",
+    "f1": "f1 (macro)",
+    "precision": "precision (macro)",
+    "recall": "recall (macro)",
+    "weighted_precision": "precision (weighted)",
+    "weighted_recall": "recall (weighted)",
+    "weighted_f1": "f1 (weighted)",
+    "calibration_error": "calibration error",
+}
+# What the table calls it -> the key of a list with a figure of each class.
+CLASS_FIGURES = {name: f"class_{name}".replace(" ", "_") for name in ("average precision", "precision", "recall", "f1")}
+
+
+def single_label_figures(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """Figures of images with one label each, from logits float32 [n, classes] and labels int64 [n].
+
+    Precision, recall and F1 are scikit-learn's; "precision" and so on are means over the classes that occur as a label
+    or as a prediction, "weighted_…" means weighted by the images of each class. "class_…" are lists, None for a class
+    that does not occur. "balanced_accuracy": the mean recall of the classes that have an image. For the others see
+    `accuracy_interval` (of "class_accuracy_interval" for each class that has an image: of its recall) and
+    `calibration_error`.
+    """
+    predicted = logits.argmax(1)
+    figures = _precision_and_recall(labels, predicted, logits.shape[1])
+    return {
+        "accuracy_interval": accuracy_interval(int((predicted == labels).sum()), len(labels)),
+        "class_accuracy_interval": [
+            accuracy_interval(hits, count) if count else None
+            for hits, count in zip(
+                np.bincount(labels[predicted == labels], minlength=logits.shape[1]).tolist(),
+                np.bincount(labels, minlength=logits.shape[1]).tolist(),
+                strict=True,
+            )
+        ],
+        "balanced_accuracy": float(np.mean([figures["class_recall"][label] for label in np.unique(labels)])),
+        **figures,
+        "calibration_error": calibration_error(softmax(logits), labels),
+    }
+
+
+def multi_label_figures(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """Figures of images with several labels or none, at a probability of 0.5; as `single_label_figures`, as far as
+    they have a meaning. labels: bool [n, classes]."""
+    return _precision_and_recall(labels, logits >= 0, logits.shape[1])
+
+
+def _precision_and_recall(labels: npt.NDArray[Any], predicted: npt.NDArray[Any], classes: int) -> dict[str, Any]:
+    from sklearn.metrics import precision_recall_fscore_support
+
+    names = ("precision", "recall", "f1")
+    *of_each, images = precision_recall_fscore_support(labels, predicted, labels=range(classes), zero_division=0)
+    said = predicted.sum(0) if predicted.ndim == 2 else np.bincount(predicted, minlength=classes)
+    occurs = (images > 0) | (said > 0)
+    figures: dict[str, Any] = {}
+    for name, values in zip(names, of_each, strict=True):
+        figures[name] = float(values[occurs].mean()) if occurs.any() else 0.0
+        figures[f"weighted_{name}"] = float(np.average(values, weights=images)) if images.any() else 0.0
+    return figures | {
+        f"class_{name}": [float(value) if known else None for value, known in zip(values, occurs, strict=True)]
+        for name, values in zip(names, of_each, strict=True)
+    }
+
+
+def accuracy_interval(hits: int, count: int) -> tuple[float, float]:
+    """The 95 % interval of an accuracy of `hits` in `count` images: (lowest, highest).
+
+    All accuracies that a two-sided test at 0.05 does not reject (Wilson 1927, "Probable inference, the law of
+    succession, and statistical inference", J. Am. Stat. Assoc. 22). Also all of a few images right leaves a doubt: 10
+    of 10 give 72 % to 100 %, where a bootstrap would give 100 % to 100 %.
+    """
+    z = NormalDist().inv_cdf(0.975)
+    accuracy, squared = hits / count, z * z / count
+    middle = (accuracy + squared / 2) / (1 + squared)
+    half = z * math.sqrt(accuracy * (1 - accuracy) / count + squared / count / 4) / (1 + squared)
+    # Of all or nothing the bound is exact; rounding may miss it.
+    return 0.0 if hits == 0 else middle - half, 1.0 if hits == count else middle + half
+
+
+def interval_of(record: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The 95 % interval of a record's accuracy; None if it has no accuracy."""
+    accuracy, count = record.get("accuracy"), record.get("count")
+    if accuracy is None or not count:
+        return None
+    low, high = record.get("accuracy_interval") or accuracy_interval(round(accuracy * count), count)
+    return low, high
+
+
+def interval_text(interval: Sequence[float] | None) -> str:
+    """An interval of a fraction, in percent, as tables show it: "72.2 … 100.0%"; "" if there is none."""
+    return "" if interval is None else f"{100 * interval[0]:.1f} … {interval[1]:.1%}"
+
+
+def softmax(logits: npt.NDArray[np.float32]) -> Floats:
+    """Probabilities float64 [n, classes]."""
+    from scipy.special import softmax as scipy_softmax
+
+    probabilities: Floats = scipy_softmax(logits.astype(np.float64), axis=1)
+    return probabilities
+
+
+def calibration_error(probabilities: Floats, labels: npt.NDArray[np.int64]) -> float:
+    """The expected calibration error: the mean over the images of |accuracy - mean probability| of their bin.
+
+    The images are divided by the probability of the predicted class into BINS bins of equal width (Guo et al. 2017,
+    arxiv.org/abs/1706.04599, equation 3).
+    """
+    confidence = probabilities.max(1)
+    hits = probabilities.argmax(1) == labels
+    bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
+    inside = [bins == number for number in np.unique(bins)]
+    return float(sum(part.mean() * abs(hits[part].mean() - confidence[part].mean()) for part in inside))
+
+
+def figure_rows(
+    records: Sequence[Mapping[str, Any]], classes: Sequence[str], chosen: Sequence[str], *, multi_label: bool
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the key of each figure that a record has, what a table calls it, and its value for each record.
+
+    After "accuracy" comes its 95 % interval, with the key "accuracy_interval". `chosen`: by --metrics.
+    """
+    known = figures_for(chosen, multi_label=multi_label)
+    undefined = {each.name for each in known if each.chosen}  # which may be NaN
+    forms = {each.name: (each.name, each.form) for each in known if len(classes) >= each.fewest_classes}
+    for key, (title, form) in (forms | {key: (title, ".2%") for key, title in FIGURES.items()}).items():
+        values = [record.get(key) for record in records]
+        is_nan = key in undefined and any(key in record for record in records)  # JSON has no NaN
+        if is_nan or any(value is not None for value in values):
+            yield key, title, [("NaN" if is_nan else "") if value is None else format(value, form) for value in values]
+        if key == "accuracy" and any(intervals := [interval_of(record) for record in records]):
+            yield "accuracy_interval", "95% interval", [interval_text(interval) for interval in intervals]
+
+
+def images_of_classes(record: dict[str, Any]) -> list[int]:
+    """How many images of each class were evaluated; [] if that is not known."""
+    confusion = record.get("confusion")
+    images: list[int] = record.get("class_images", []) if confusion is None else [sum(row) for row in confusion]
+    return images
+
+
+def without_images(record: dict[str, Any], classes: Sequence[str], split: str) -> str:
+    """Which classes the split has no image of: "no test images: cat, dog (2 of 10 classes)". Or ""."""
+    names = [name for name, count in zip(classes, images_of_classes(record), strict=True) if not count]
+    return f"no {split} images: {first_of(names, 10)} ({len(names)} of {len(classes)} classes)" if names else ""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The rows are in the order of the ids, which are 0 … n - 1: a sample's number in its split.
+
+    A .npz file has an array for each field (`about` as JSON text). Without files, there are no paths.
+    """
+
+    ids: npt.NDArray[np.int64]
+    labels: npt.NDArray[Any]
+    """int64 [n], or bool [n, classes] if an image may have several labels."""
+    logits: npt.NDArray[np.float32]
+    """[n, classes]"""
+    paths: list[str] | None
+    """Of the image files; None if the images are not in files of their own."""
+    classes: tuple[str, ...]
+    about: Mapping[str, Any]
+    """Of what: "run", "weights" (the file) and its "sha256", "split", "data" and "time"."""
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically. Raises OSError."""
+        arrays: dict[str, Any] = {
+            "ids": self.ids,
+            "labels": self.labels,
+            "logits": self.logits,
+            "classes": np.array(self.classes),
+            "about": np.array(json.dumps(dict(self.about))),
+        }
+        if self.paths is not None:
+            arrays["paths"] = np.array(self.paths)
+        with atomic_replacement(path) as temporary, open_to_write(temporary, "xb") as file:
+            np.savez(file, **arrays)
+
+
+def read_predictions(path: Path) -> Predictions:
+    """Read a .npz file of `Predictions.save`. Raises UserError."""
+    try:
+        with open_to_read(path) as opened, np.load(opened, allow_pickle=False) as file:
+            packed, unpacked = path.stat().st_size, sum(member.file_size for member in file.zip.infolist())
+            if unpacked > packed:  # `save` does not compress; a small file of zeros could fill the memory
+                raise ValueError(f"it is compressed: {packed:,} bytes for {unpacked:,}")
+            paths = file["paths"].tolist() if "paths" in file else None
+            classes, about = tuple(file["classes"].tolist()), json.loads(str(file["about"]))
+            return _checked(Predictions(file["ids"], file["labels"], file["logits"], paths, classes, about))
+    except Exception as error:  # the readers of a damaged file raise nearly anything: BadZipFile, zlib.error, …
+        raise UserError(f"{path} is not a predictions file of `accel-train evaluate` ({reason_of(error)}).") from error
+
+
+def _checked(found: Predictions) -> Predictions:
+    """Raise ValueError if the arrays do not fit to each other."""
+    count, classes = len(found.ids), len(found.classes)
+    labels, logits = found.labels, found.logits
+    known = labels.dtype == np.int64 and bool(((labels >= 0) & (labels < classes)).all())
+    if not ((known and labels.shape == (count,)) or (labels.shape == (count, classes) and labels.dtype == np.bool_)):
+        raise ValueError(f"labels are {labels.dtype} {list(labels.shape)}")
+    if logits.shape != (count, classes) or logits.dtype != np.float32:
+        raise ValueError(f"logits are {logits.dtype} {list(logits.shape)}")
+    if not isinstance(found.about, dict) or (found.paths is not None and len(found.paths) != count):
+        raise ValueError("about or paths do not fit")
+    return found
 
 
 @dataclass(frozen=True)

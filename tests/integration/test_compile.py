@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accel_train.tools.predictions import read_predictions
+from accel_train.tools.evaluate_run import read_predictions
 
 # Two processes, two micro-batches an update; a backend of torch.compile that is quick to compile.
 MODEL = """

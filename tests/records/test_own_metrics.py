@@ -1,4 +1,4 @@
-"""records/own_metrics.py: a user's metrics are tried before the training, and computed over all samples of a split."""
+"""A user's metrics are tried before the training, and computed over all samples of a split."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from torch import Tensor
 from accel_train.config.options import parse
 from accel_train.errors import MetricError, UserError
 from accel_train.evaluate import evaluate
-from accel_train.records import own_metrics as own
-from accel_train.records.metrics import Evaluation
-from accel_train.records.own_metrics import OwnMetrics
+from accel_train.records import metrics as own
+from accel_train.records.metrics import Evaluation, OwnMetrics
 from accel_train.user_code.reference import provided
 
 CLASSES, SAMPLES = 3, 50

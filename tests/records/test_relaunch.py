@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel_train.launch.environment import Launch, at_terminal
-from accel_train.records.result import resume_command
+from accel_train.records.summary import resume_command
 
 RECIPE = "runs/a/config.yaml --output-dir runs/a"
 JOB = {"ACCEL_TRAIN_START": "/src/runs/starts/7/now"}

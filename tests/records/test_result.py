@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.records.result import final_figures
+from accel_train.records.summary import final_figures
 
 RESULT: dict[str, Any] = {"best_metric": "accuracy", "cost": {}}
 
 
 @pytest.fixture(autouse=True)
 def without_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_train.records.result.cost_text", lambda cost: "")
+    monkeypatch.setattr("accel_train.records.summary.cost_text", lambda cost: "")
 
 
 @pytest.mark.parametrize(("best_update", "use"), [(120, "the last weights"), (90, "to use it, add --checkpoint best")])

@@ -20,10 +20,8 @@ from accel_train.config.options import parse
 from accel_train.config.schema import Config, Optim
 from accel_train.errors import UserError
 from accel_train.records import directory as run
-from accel_train.records import provenance
-from accel_train.records.directory import RunDirectory
+from accel_train.records.directory import RunDirectory, _commit, environment
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.records.provenance import _commit
 
 MODEL_INFO = ModelInfo(("cat", "dög"), 3, 32, None, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
 
@@ -38,13 +36,13 @@ def read_lines(path: Path) -> list[dict[str, object]]:
 def test_begin_writes_a_config_that_starts_the_same_run_again(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "a" / "b", writes=True)
     config = Config(recipe="mine", optim=Optim(lr=3e-4), trackers=("x",))
-    directory.begin(config, MODEL_INFO, provenance.environment(2, ["cpu", "cpu"]), {})
+    directory.begin(config, MODEL_INFO, environment(2, ["cpu", "cpu"]), {})
     found = parse([str(tmp_path / "a" / "b" / "config.yaml")])
     assert (found.recipe, found.optim, found.trackers) == ("mine", config.optim, config.trackers)
     assert read_model_info(directory.path) == MODEL_INFO
-    environment = json.loads((directory.path / "environment.json").read_text())
-    assert environment["packages"]["torch"] == torch.__version__
-    assert (environment["world_size"], environment["devices"]) == (2, ["cpu", "cpu"])
+    written = json.loads((directory.path / "environment.json").read_text())
+    assert written["packages"]["torch"] == torch.__version__
+    assert (written["world_size"], written["devices"]) == (2, ["cpu", "cpu"])
 
 
 def test_the_environment_tells_the_launcher_but_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +52,7 @@ def test_the_environment_tells_the_launcher_but_no_secret(monkeypatch: pytest.Mo
               "PMI_FD", "OMPI_COMM_WORLD_CONNECT", "FSDP_X", "AWS_ACCESS_KEY_ID", "SLURM_SPANK_x")  # fmt: skip
     for name in known + others:
         monkeypatch.setenv(name, "7")
-    launcher = provenance.environment(1, ["cpu"])["launcher"]
+    launcher = environment(1, ["cpu"])["launcher"]
     assert set(known) <= set(launcher)
     assert not set(others) & set(launcher)
 

@@ -26,14 +26,17 @@ from accel_train.records.events import (
     Evaluated,
     Event,
     Logged,
+    MetricsLines,
     Noted,
     Rewound,
     Said,
     Started,
+    Status,
+    Stream,
     UpdateDone,
     Warned,
+    line_of,
 )
-from accel_train.records.sinks import MetricsLines, Status, Stream, line_of
 from accel_train.records.trackers import Trackers
 from accel_train.run.run import create_sinks
 

@@ -12,8 +12,7 @@ import pytest
 
 from accel_train.cli import main
 from accel_train.errors import UserError
-from accel_train.tools.bench import Round, read_run, temporary_folder
-from accel_train.tools.workload import Spread, ratio, spread
+from accel_train.tools.bench import Round, Spread, ratio, read_run, spread, temporary_folder
 
 
 def bench(*words: object, processes: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -81,8 +80,8 @@ def test_synthetic_images_in_place_of_a_set_that_is_not_there(tmp_path: Path) ->
 def test_what_cannot_be_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, messages in (
         ("mnist", ["unknown recipe 'mnist'", "mnist_cnn"]),
-        ("digits --rounds 0", ["--rounds", "at least 1"]),
-        ("digits --updates 0", ["--updates", "at least 1"]),
+        ("digits --rounds 0", ["--rounds", "greater than 0"]),
+        ("digits --updates 0", ["--updates", "greater than 0"]),
         ("digits --output-dir x", ["--output-dir", "--output"]),
         ("digits --round 2", ["--round", "Did you mean 'rounds'?"]),
         (f"digits --output {tmp_path}", ["is a folder"]),

@@ -25,9 +25,8 @@ from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.records.result import example_image
-from accel_train.tools.inference import Preprocessing, classify_files
-from accel_train.tools.load_run import load
+from accel_train.records.summary import example_image
+from accel_train.tools.load_run import Preprocessing, classify_files, load
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ from accel_train.config.options import parse
 from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError
 from accel_train.records.model_info import read_model_info
+from accel_train.tools.evaluate_run import Predictions, read_predictions
 from accel_train.tools.load_run import load
-from accel_train.tools.predictions import Predictions, read_predictions
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

@@ -10,7 +10,7 @@ import pytest
 from accel_train.config.options import parse
 from accel_train.config.schema import to_yaml, value
 from accel_train.errors import UserError
-from accel_train.records.provenance import references
+from accel_train.records.directory import references
 from accel_train.tools.load_run import read_config
 from accel_train.user_code.loading import keep_code, load
 from accel_train.user_code.reference import parse_reference

@@ -21,7 +21,7 @@ from accel_train.errors import one_line
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import hostname
-from accel_train.tools.workload import Workload
+from accel_train.tools.bench import Workload
 from accel_train.training_setup import TrainingSetup
 
 STATUSES = NA, PASS, WARN, FAIL = "n/a", "PASS", "WARN", "FAIL"  # from the harmless to the serious

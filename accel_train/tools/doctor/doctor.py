@@ -17,9 +17,9 @@ from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import is_out_of_memory, training_advice
 from accel_train.records.cost import duration
+from accel_train.tools.bench import Workload
 from accel_train.tools.doctor import job, node, storage
 from accel_train.tools.doctor.check import FAIL, NA, PASS, Check, Examination, Finding, judged
-from accel_train.tools.workload import Workload
 from accel_train.training_setup import TrainingSetup, connect
 
 ENOUGH_UPDATES, SECONDS = 3, 3.0  # of a measurement: so many updates, and as many as take so long

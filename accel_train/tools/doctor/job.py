@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from accel_train.errors import UserError, first_of, reason_of
 from accel_train.launch.environment import in_job
 from accel_train.launch.process import launcher_command, parent_process
-from accel_train.records.provenance import environment
+from accel_train.records.directory import environment
 from accel_train.run.start import find_finished_run
 from accel_train.tools.cluster.scheduler import PBS_TIMES, ask
 from accel_train.tools.doctor.check import (

@@ -20,8 +20,8 @@ from torch.distributed import P2POp
 
 from accel_train.errors import counted, one_line
 from accel_train.launch.process import available_cores, core_set, hostname
+from accel_train.tools.bench import device_name
 from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Finding, judged, on_each_rank, worst_rank
-from accel_train.tools.workload import device_name
 
 CPU_MAX, CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LEAST_MEMORY, LEAST_SHARED_MEMORY = 2 * 2**30, 2**30  # bytes of a process, and of a node

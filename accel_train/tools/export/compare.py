@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from accel_train.data.sources.files.images import is_deep
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError
-from accel_train.records.result import FOLDER
-from accel_train.tools.export.formats import Loaded
-from accel_train.tools.export.preprocess import prepare
+from accel_train.records.summary import FOLDER
+from accel_train.tools.export.formats import Loaded, prepare
 from accel_train.tools.load_run import LoadedRun, data_of_run
 from accel_train.user_code.reference import short_name
 

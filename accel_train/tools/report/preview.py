@@ -28,9 +28,9 @@ from accel_train.launch.environment import Launch
 from accel_train.records.model_info import ModelInfo
 from accel_train.records.summary import model_info_of
 from accel_train.run.start import find_start, load_data
-from accel_train.tools.inference import Preprocessing
+from accel_train.tools.load_run import Preprocessing
 from accel_train.tools.report.curves import import_pyplot
-from accel_train.tools.report.pictures import image_uri, input_uri
+from accel_train.tools.report.page import image_uri, input_uri
 from accel_train.training_setup import connect
 
 VIEWS = 3

@@ -13,12 +13,10 @@ from accel_train.checkpoint.reading import digest_of_run
 from accel_train.errors import UserError, reason_of, writing
 from accel_train.files import atomic_write
 from accel_train.launch.environment import Launch
-from accel_train.tools.evaluate_run import EvaluationResult, evaluate_run
+from accel_train.tools.evaluate_run import EvaluationResult, Predictions, evaluate_run, read_predictions
 from accel_train.tools.load_run import data_of_run
-from accel_train.tools.predictions import Predictions, read_predictions
 from accel_train.tools.report.curves import import_pyplot
-from accel_train.tools.report.page import check_page, page_of_run
-from accel_train.tools.report.pictures import Picture, worst_images
+from accel_train.tools.report.page import Picture, check_page, page_of_run, worst_images
 from accel_train.tools.report.records import RunRecords, check_runs
 from accel_train.tools.report.several_runs import Table, compare_runs, csv_of_runs, page_of_runs
 from accel_train.untrusted import read_json_object

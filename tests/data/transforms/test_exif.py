@@ -154,7 +154,7 @@ def test_every_way_to_the_model(
 
 def test_predict(trees: tuple[Path, Path]) -> None:
     from accel_train.records.model_info import ModelInfo
-    from accel_train.tools.inference import Preprocessing
+    from accel_train.tools.load_run import Preprocessing
 
     info = ModelInfo(("a", "b"), 3, 32, None, (0.5,) * 3, (0.5,) * 3)
     preprocessing = Preprocessing(info, Augment())

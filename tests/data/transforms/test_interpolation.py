@@ -24,7 +24,7 @@ from accel_train.keyed import hashed, key
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.records.model_info import ModelInfo
-from accel_train.tools.inference import Preprocessing
+from accel_train.tools.load_run import Preprocessing
 
 COUNT, SIZE = 200, 17  # an odd size, so that vectorised loops have a rest
 GENERATOR = torch.Generator().manual_seed(0)

@@ -22,7 +22,7 @@ from accel_train.config.schema import Origin, to_yaml
 from accel_train.models.factory import create_model
 from accel_train.models.weights import describe
 from accel_train.records.model_info import ModelInfo
-from accel_train.tools.export.preprocess import prepare
+from accel_train.tools.export.formats import prepare
 from accel_train.tools.load_run import load
 from accel_train.user_code.reference import file_hash
 

@@ -14,8 +14,8 @@ from accel_train.config.schema import Augment
 from accel_train.data.sources.files.images import decode
 from accel_train.data.transforms.parameters import crop_fraction
 from accel_train.records.model_info import ModelInfo
-from accel_train.tools.export.preprocess import prepare, rules_of
-from accel_train.tools.inference import Preprocessing
+from accel_train.tools.export.formats import prepare, rules_of
+from accel_train.tools.load_run import Preprocessing
 
 
 def info_of(size: int, native: int | None, channels: int = 3) -> ModelInfo:

@@ -16,8 +16,7 @@ from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict, to_yaml
 from accel_train.files import sha256
 from accel_train.records.model_info import ModelInfo
-from accel_train.tools.figures import single_label_figures
-from accel_train.tools.predictions import Predictions
+from accel_train.tools.evaluate_run import Predictions, single_label_figures
 
 IMAGES = 400
 

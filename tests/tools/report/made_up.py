@@ -12,7 +12,7 @@ from sklearn.metrics import confusion_matrix
 
 from accel_train.config.schema import Config
 from accel_train.records.model_info import ModelInfo
-from accel_train.tools.figures import multi_label_figures, single_label_figures
+from accel_train.tools.evaluate_run import multi_label_figures, single_label_figures
 from accel_train.tools.report.records import RunRecords
 
 Losses = Sequence[float | None]

@@ -15,10 +15,9 @@ from made_up import evaluation_by_counts, made_up_evaluation, made_up_run, multi
 from accel_train import cli
 from accel_train.config.schema import Config, Loss
 from accel_train.ownership.owner import Owner, publish_owner, write_private
-from accel_train.tools.figures import accuracy_interval
-from accel_train.tools.report.page import page_of_run
+from accel_train.tools.evaluate_run import accuracy_interval
+from accel_train.tools.report.page import page_of_run, words_of
 from accel_train.tools.report.records import read_run, state_of
-from accel_train.tools.report.words import words_of
 
 FALLING = [2.0, 1.5, 1.1, 0.8, 0.6, 0.45, 0.35]
 TURNING = [2.0, 1.5, 1.0, 1.2, 1.3, 1.4, 1.5]

@@ -9,8 +9,8 @@ import pytest
 from made_up import evaluation_by_counts, made_up_run, multi_label_evaluation
 
 from accel_train.config.schema import Config
+from accel_train.tools.report.page import words_of
 from accel_train.tools.report.records import RunRecords
-from accel_train.tools.report.words import words_of
 
 FALLING = [2.0, 1.5, 1.1, 0.8, 0.6, 0.45, 0.35, 0.28, 0.23, 0.19, 0.16, 0.14]
 TURNING = [2.0, 1.5, 1.2, 1.0, 1.05, 1.1, 1.2, 1.25, 1.4, 1.5, 1.6, 1.7]

@@ -21,10 +21,8 @@ from sklearn.metrics import precision_recall_fscore_support as figures_of_classe
 
 from accel_train import cli
 from accel_train.errors import COMMANDS, one_line
-from accel_train.tools.figures import single_label_figures, softmax
-from accel_train.tools.predictions import read_predictions
-from accel_train.tools.report.page import page_of_run
-from accel_train.tools.report.pictures import Picture
+from accel_train.tools.evaluate_run import read_predictions, single_label_figures, softmax
+from accel_train.tools.report.page import Picture, page_of_run
 from accel_train.tools.report.records import RunRecords, read_run
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

@@ -1,4 +1,4 @@
-"""analysis/figures.py: figures that follow from labels and logits, beside scikit-learn, a plain loop and scipy."""
+"""The metrics of `accel-train evaluate` alone, beside scikit-learn, a plain loop and scipy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sklearn.metrics import (
     recall_score,
 )
 
-from accel_train.tools.figures import (
+from accel_train.tools.evaluate_run import (
     accuracy_interval,
     calibration_error,
     multi_label_figures,
