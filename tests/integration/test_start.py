@@ -62,32 +62,27 @@ def test_a_mistake_keeps_its_code_and_other_ways_are_taken_apart(tmp_path: Path)
     assert "taken apart" in ended(["train", "digits", "--epohcs", "1"], "sys.setprofile(lambda *_: None)").stderr
 
 
-class TestTheOrdinaryEnd:
-    def test_is_for_trackers_and_own_code(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loading, "USED", [])
-        for name in dispatch.TRACKERS:
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        monkeypatch.setattr(sys, "gettrace", lambda: None)
-        assert dispatch.may_end_at_once()
-        loading.USED.append("metrics")
+def test_the_ordinary_end_is_for_trackers_own_code_threads_and_profilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "USED", [])
+    for name in dispatch.TRACKERS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "gettrace", lambda: None)
+    assert dispatch.may_end_at_once()
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "USED", ["metrics"])
         assert not dispatch.may_end_at_once()
-        loading.USED.clear()
-        monkeypatch.setitem(sys.modules, "wandb", sys)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", sys)
         assert not dispatch.may_end_at_once()
-
-    def test_is_for_threads_and_profilers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loading, "USED", [])
-        for name in dispatch.TRACKERS:
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        monkeypatch.setattr(sys, "gettrace", lambda: None)
-        waits = threading.Event()
-        thread = threading.Thread(target=waits.wait)
-        thread.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "getprofile", lambda: print)
         assert not dispatch.may_end_at_once()
-        waits.set()
-        thread.join()
-        monkeypatch.setattr(sys, "getprofile", lambda: print)
-        assert not dispatch.may_end_at_once()
+    waits = threading.Event()
+    thread = threading.Thread(target=waits.wait)
+    thread.start()
+    assert not dispatch.may_end_at_once()
+    waits.set()
+    thread.join()
 
 
 @pytest.mark.parametrize(

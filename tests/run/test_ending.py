@@ -4,96 +4,72 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from accelerate import Accelerator
 
-from accel_train.checkpoint.train_state import TrainState
+from accel_train.checkpoint import store
+from accel_train.checkpoint.directory import Snapshot
 from accel_train.cli import main
-from accel_train.config.schema import Config
-from accel_train.data.order.plan import Plan
-from accel_train.errors import UnsavedError
-from accel_train.launch.environment import Launch
-from accel_train.records.events import Ended
-from accel_train.run import ending
-from accel_train.run.ending import finish, interrupt
 
-PLAN = Plan(samples=70, batch_size=10, processes=1, accumulation=1, updates=8)
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+LAST = 10  # updates
 
 
-@pytest.mark.usefixtures("fresh_accelerate")
+def ended(run: Path, monkeypatch: pytest.MonkeyPatch, unsaved: tuple[int, ...] = ()) -> dict[str, Any]:
+    """The status of a run that ends with 1; the checkpoints of the updates `unsaved` cannot be written."""
+    write = store.write_checkpoint
+
+    def fail(folder: Path, snapshot: Snapshot) -> None:
+        if snapshot.state["train"]["update"] in unsaved:
+            raise OSError("the disk is full")
+        write(folder, snapshot)
+
+    monkeypatch.setattr(store, "write_checkpoint", fail)
+    words = ["--data.train-limit", "480", "--checkpoint.every-updates", "3", "--output-dir", str(run)]
+    assert main(["train", "digits", "--epochs", "1", *words]) == 1
+    status: dict[str, Any] = json.loads((run / "status.json").read_text())
+    return status
+
+
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_run_whose_records_failed_ends_with_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], stopped: bool
+def test_records_that_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stopped: bool
 ) -> None:
     (tmp_path / "starts.json").mkdir()  # a record that cannot be written
     if stopped:
         (tmp_path / "STOP").touch()
-    words = ["--data.train-limit", "480", "--output-dir", str(tmp_path)]
-    assert main(["train", "digits", "--epochs", "1", *words]) == 1
+    status = ended(tmp_path, monkeypatch)
     assert "starts.json cannot be written (Is a directory); training goes on" in capsys.readouterr().err
-    status = json.loads((tmp_path / "status.json").read_text())
     assert status["state"] == ("interrupted" if stopped else "finished") and status["failed_writes"] > 0
     assert (tmp_path / "result.json").exists() != stopped  # all the rest is done
 
 
-def ended(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
-    """A run at its end, after update 7, of which only what is counted is real."""
-    values = {
-        "failures": [], "failed_records": 0, "last_saved": 7, "unpublished": "", "written": True, "reason": "SIGTERM",
-    } | changes  # fmt: skip
-    for name in ("cost_of", "final_figures", "next_steps"):
-        monkeypatch.setattr(ending, name, lambda *_: {})
-    for name in ("example_image", "stopped_text", "precision"):
-        monkeypatch.setattr(ending, name, lambda *_, **__: None)
-    monkeypatch.setattr(ending, "result_of", lambda *_, **__: {"stopped_by": "epochs", "epochs": 1})
-    checkpoints = {name: values[name] for name in ("failures", "last_saved", "unpublished")}
-    directory = {"failures": values["failed_records"], "path": Path("run"), "result": lambda _: values["written"]}
-    return SimpleNamespace(
-        checkpoints=SimpleNamespace(**checkpoints, newest=lambda: Path("update"), kept="update 6"),
-        directory=SimpleNamespace(**directory, ask_for_requeue=lambda update: True),
-        config=Config(epochs=1), state=TrainState(update=7, epoch=1),
-        setup=SimpleNamespace(splits=SimpleNamespace(multi_label=False, to_train_on=[]), plan=PLAN, launch=Launch()),
-        stop_requests=SimpleNamespace(end=lambda: None, reason=values["reason"]),
-        ledger=SimpleNamespace(end=lambda finished: None, starts=[], start=SimpleNamespace(first_update=0)),
-        emit=Mock(), report_saves=Mock(), pace=SimpleNamespace(total_updates=8), accelerator=Accelerator(cpu=True),
-        save=lambda wait: None, evaluations={}, stopwatch=SimpleNamespace(warm_up=None), began=0.0,
-        resume_command="accel-train train …",
-    )  # fmt: skip
+def test_a_checkpoint_that_failed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ended(tmp_path, monkeypatch, unsaved=(3,))["state"] == "finished"
+    assert (tmp_path / "result.json").exists()
 
 
-@pytest.mark.parametrize("end", [finish, interrupt])
-def test_what_failed_on_the_way_is_counted(monkeypatch: pytest.MonkeyPatch, end: Any) -> None:
-    assert end(ended(monkeypatch)).failed_writes == 0
-    assert end(ended(monkeypatch, failures=["checkpoint of update 3: the disk was full"])).failed_writes == 1
-    assert end(ended(monkeypatch, failed_records=2)).failed_writes == 2
-
-
-def test_what_could_not_be_written_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ended(monkeypatch, written=False)
-    with pytest.raises(UnsavedError, match=r"result\.json could not be written"):
-        finish(run)
-    assert [call.args[0].state for call in run.emit.call_args_list if isinstance(call.args[0], Ended)] == ["failed"]
-    with pytest.raises(UnsavedError, match=r"could not be saved\. Kept: update 6"):
-        interrupt(ended(monkeypatch, last_saved=6))
-
-
-@pytest.mark.parametrize("last_saved", [None, 6])
+@pytest.mark.parametrize("unsaved", [(LAST,), (3, 6, 9, LAST)])
 def test_a_run_whose_last_checkpoint_failed_is_not_finished(
-    monkeypatch: pytest.MonkeyPatch, last_saved: int | None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, unsaved: tuple[int, ...]
 ) -> None:
-    with pytest.raises(UnsavedError, match="could not be saved"):
-        finish(ended(monkeypatch, last_saved=last_saved, failures=["the disk is full"]))
-    with pytest.raises(UnsavedError, match="only in"):
-        finish(ended(monkeypatch, unpublished="the final weights are only in checkpoints"))
+    assert ended(tmp_path, monkeypatch, unsaved)["state"] == "failed"
+    assert "The final weights could not be saved: the run is not finished" in capsys.readouterr().out
+    assert not (tmp_path / "result.json").exists()
 
 
-def test_what_asked_to_stop_is_told_also_if_nothing_could_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = interrupt(ended(monkeypatch, reason="SIGINT"))
-    assert (result.finished, result.stopped_by, result.figures) == (False, "SIGINT", {"epochs": 1, "updates": 7})
-    with pytest.raises(UnsavedError) as raised:
-        interrupt(ended(monkeypatch, reason="SIGINT", last_saved=None))
-    assert raised.value.stopped_by == "SIGINT"
+@pytest.mark.parametrize(
+    ("name", "state", "message"),
+    [
+        ("result.json", "failed", "result.json could not be written: the run is not finished"),
+        ("model.safetensors", "failed", "the final weights are only in"),
+    ],
+)
+def test_a_result_that_could_not_be_written(
+    name: str, state: str, message: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / name).mkdir()
+    assert ended(tmp_path, monkeypatch)["state"] == state
+    assert message in capsys.readouterr().err
