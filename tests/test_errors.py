@@ -72,10 +72,9 @@ def test_names_of_any_language_stay_as_they_are(name: str) -> None:
 
 OF_ITS_OWN = {
     "errors.py": "print_line itself",
-    "cli/table.py": "cells",
+    "cli/common.py": "cells",
     "records/terminal.py": "the display",
-    "cli/help.py": "styles",
-    "cli/completion.py": "a script, of our own words alone",
+    "cli/help.py": "the script of a shell, of our own words alone",
     "cli/train.py": "--config-only, which is a file: see plan_text",
 }
 

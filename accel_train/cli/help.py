@@ -29,7 +29,6 @@ from accel_train.config.schema import (
     UNIONS,
     Config,
     choices,
-    is_or_contains,
     option_types,
     positional_words,
     takes_many_values,
@@ -154,7 +153,7 @@ def _add_options(group: Any, cls: Any, keys: Iterable[str], defaults: Any = None
 
 
 def _type(kind: Any) -> type[Any]:
-    return Path if is_or_contains(kind, Path) or Path in typing.get_args(kind) else str
+    return Path if Path in (kind, *typing.get_args(kind)) else str
 
 
 @cache

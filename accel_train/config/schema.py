@@ -568,11 +568,6 @@ def groups(known: OptionTypes) -> set[str]:
     return {key.partition(".")[0] for key in known if "." in key}
 
 
-def is_or_contains(kind: Any, part: Any) -> bool:
-    """Whether the type `kind` is `part` (NoneType, Path, …) or a union that contains it."""
-    return part in (typing.get_args(kind) if typing.get_origin(kind) in UNIONS else (kind,))
-
-
 def takes_many_values(kind: Any) -> bool:
     """Whether an option of this type is followed by several words."""
     return any(typing.get_origin(part) is tuple for part in (kind, *typing.get_args(kind)))
@@ -591,7 +586,7 @@ def in_words(kind: Any) -> str:
     if origin is tuple:
         count = "any number of" if arguments[-1] is ... else str(len(arguments))
         return f"{count} {({int: 'whole numbers', float: 'numbers'}).get(arguments[0], 'words')}"
-    if is_or_contains(kind, types.NoneType):
+    if types.NoneType in arguments:
         return " or ".join(in_words(part) for part in arguments if part is not types.NoneType) + " or none"
     words = {
         bool: "true or false",

@@ -50,14 +50,6 @@ def test_it_writes_the_files_of_the_repository_and_a_recipe(tmp_path: Path, caps
     assert (folder / ".gitignore").read_text() == "mine"
 
 
-def test_the_next_line_can_be_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "my 'new' project; ls"
-    assert main(["init", str(folder)]) == 0
-    line = capsys.readouterr().out.splitlines()[-1].removeprefix("Next: ")
-    typed = subprocess.run(["bash", "-c", line.replace("accel-train train", "ls")], capture_output=True, text=True)
-    assert typed.stdout == "recipe.yaml\n" and typed.stderr == ""
-
-
 def test_files_that_differ_are_named_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "train.sbatch").write_text("mine")

@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 
 from accel_train.config.compatibility import (
-    FREE,
     affects_learning,
     check_changes,
     differences,
     flatten,
-    is_under,
     learning_fingerprint,
 )
 from accel_train.config.schema import Config, Optim, Schedule, as_dict
@@ -25,11 +23,6 @@ def allowed(saved, new, allow=()):
     changes = differences(saved, new)
     check_changes(changes, new, allow)
     return changes
-
-
-def test_every_key_of_the_table_exists():
-    for name in FREE:
-        assert any(is_under(key, [name]) for key in KEYS), name
 
 
 def test_what_is_learned_is_refused_by_default():

@@ -268,12 +268,6 @@ def test_the_mistakes_of_a_recipe_and_of_an_option_are_told_at_once(tmp_path: Pa
     ]
 
 
-def test_a_missing_recipe_and_a_wrong_option_are_told_at_once() -> None:
-    first, second = all_told("digit", "--optim.lt", "1")
-    assert "unknown recipe 'digit'. Did you mean 'digits'?" in first
-    assert second == "--optim.lt: unknown option (command line). Did you mean 'optim.lr'?"
-
-
 def test_a_mistake_causes_no_second_one(recipe: str) -> None:
     # without --epochs the recipe has 3 epochs, less than the warm-up; without the value lr has its default
     assert len(all_told(recipe, "--epoch", "99", "--schedule.warmup-epochs", "9")) == 1
