@@ -23,7 +23,7 @@ def out_of_bounds(config: Any) -> dict[str, str]:
         setting = value(config, key)
         if setting is not None and not bound.is_within(setting):
             mistakes[key] = bound.expected
-    for key in option_types(type(config)):  # type: ignore[arg-type]  # type: ignore[arg-type]
+    for key in option_types(type(config)):  # type: ignore[arg-type]
         setting = value(config, key)
         numbers = setting if isinstance(setting, tuple) else (setting,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
