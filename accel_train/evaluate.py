@@ -93,7 +93,7 @@ def evaluate(
     if broken:
         # The highest of such logits is their first: its accuracy could be the best of the run, and mean nothing.
         names = [*(metric.name for metric in table), *own_figures]
-        return Evaluation.without_figures(names, labels, pipeline.transform.num_classes, broken, all_logits)
+        return Evaluation.without_metrics(names, labels, pipeline.transform.num_classes, broken, all_logits)
     figures |= {metric.name: metric.compute(predictions, labels) for metric in table if isinstance(metric, SplitMetric)}
     figures = {metric.name: figures[metric.name] for metric in table} | own_figures
     of_kind = _of_several_labels if multi_label else _of_one_label

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from accel_train.config.declaration import BEST_METRICS, NAMES_OF_FIGURES
+from accel_train.config.declaration import BEST_METRICS, TAKEN_NAMES
 from accel_train.config.declaration import LOSSES as CHECKED_NAMES
 from accel_train.config.schema import Loss, choices, option_types
 from accel_train.data.sources import load
 from accel_train.optim.loss import LOSSES, MULTI_LABEL_LOSSES, create_loss
-from accel_train.records.metrics import LOWER_IS_BETTER, METRICS, MULTI_LABEL_METRICS
+from accel_train.records.metrics import EVALUATE_METRICS, LOWER_IS_BETTER, METRICS, MULTI_LABEL_METRICS
 from accel_train.records.summary import DRAWN
-from accel_train.tools.evaluate_run import multi_label_figures, single_label_figures
+from accel_train.tools.evaluate_run import multi_label_metrics, single_label_metrics
 
 
 def test_each_loss_is_accepted_and_trains() -> None:
@@ -36,7 +36,7 @@ def test_what_may_be_the_best_metric_is_a_metric() -> None:
 
 
 def test_no_metric_of_a_user_can_have_the_name_of_a_built_in_one() -> None:
-    assert {metric.name for metric in METRICS + MULTI_LABEL_METRICS} <= {*NAMES_OF_FIGURES}
+    assert {metric.name for metric in [*METRICS, *MULTI_LABEL_METRICS, *EVALUATE_METRICS]} <= {*TAKEN_NAMES}
 
 
 def test_no_metric_has_the_name_of_another_figure_of_evaluate() -> None:
@@ -44,8 +44,8 @@ def test_no_metric_has_the_name_of_another_figure_of_evaluate() -> None:
     numbers = np.random.default_rng(0)
     logits, labels = numbers.normal(size=(20, 3)).astype(np.float32), np.arange(20) % 3
     for metrics, figures in (
-        (METRICS, single_label_figures(logits, labels)),
-        (MULTI_LABEL_METRICS, multi_label_figures(logits, labels[:, None] == np.arange(3))),
+        (METRICS, single_label_metrics(logits, labels)),
+        (MULTI_LABEL_METRICS, multi_label_metrics(logits, labels[:, None] == np.arange(3))),
     ):
         assert {metric.name for metric in metrics} & figures.keys() == {"f1"}
 

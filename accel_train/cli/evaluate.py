@@ -92,12 +92,12 @@ SHOWN = 20  # at most so many classes are printed
 
 def print_figures(result: EvaluationResult) -> None:
     """Print a row for each figure and a column for each of the weights: the model's and, if there is one, the EMA's."""
-    from accel_train.tools.evaluate_run import figure_rows
+    from accel_train.tools.evaluate_run import metric_rows
 
     records = [result.figures[name] for name in ("model", "ema") if name in result.figures]
     rows = []
     classes = result.figures["classes"]
-    for key, title, values in figure_rows(records, classes, result.chosen, multi_label=result.multi_label):
+    for key, title, values in metric_rows(records, classes, result.chosen, multi_label=result.multi_label):
         rows.append([f"  {title}" if key == "accuracy_interval" else title, *values])
     print_line("")
     head = ["", *(record["weights"] for record in records)]
@@ -119,10 +119,10 @@ def print_classes(result: EvaluationResult) -> None:
 
 
 def _print_rows(record: dict[str, Any], classes: Sequence[str]) -> None:
-    from accel_train.tools.evaluate_run import CLASS_FIGURES, NO_FIGURE, images_of_classes, interval_text
+    from accel_train.tools.evaluate_run import CLASS_METRICS, NO_VALUE, images_of_classes, interval_text
 
     confusion, images = record.get("confusion"), images_of_classes(record)
-    columns = {title: record[key] for title, key in CLASS_FIGURES.items() if key in record}
+    columns = {title: record[key] for title, key in CLASS_METRICS.items() if key in record}
     intervals = record.get("class_accuracy_interval")
     first = "recall" if confusion is not None else "average precision"
     if first not in columns:  # the model's output is NaN
@@ -141,7 +141,7 @@ def _print_rows(record: dict[str, Any], classes: Sequence[str]) -> None:
     rows = []
     for label in labels:
         values = [column[label] for column in columns.values()]
-        empty = NO_FIGURE if not images[label] else ""
+        empty = NO_VALUE if not images[label] else ""
         shown = [empty if value is None or empty else f"{value:.2%}" for value in values]
         rows.append([classes[label], str(images[label]), *shown])
         if intervals is not None:

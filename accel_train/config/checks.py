@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from accel_train.config.declaration import BEST_METRICS, FALLING, NAMES_OF_FIGURES, Bound, Needs, StartsInEpoch
+from accel_train.config.declaration import BEST_METRICS, FALLING, TAKEN_NAMES, Bound, Needs, StartsInEpoch
 from accel_train.config.recipe import Option
 from accel_train.config.schema import Augment, Config, Loss, Model, declared, option_types, value
 from accel_train.errors import UserError
@@ -56,7 +56,7 @@ def contradictions(config: Config) -> dict[str, str]:
                 mistakes[f"loss.{name}".replace("_", "-")] = "its default unless loss.name=bce, whose option it is"
     names = [metric_name(text) for text in config.metrics]
     users = [metric_name(text) for text in config.metrics if text not in CHOSEN_METRICS]
-    if taken := [name for name in users if name in NAMES_OF_FIGURES or name.startswith("class_")]:
+    if taken := [name for name in users if name in TAKEN_NAMES or name.startswith("class_")]:
         mistakes["metrics"] = f"names that no built-in figure has (rename {', '.join(taken)})"
     elif twice := {name for name in names if names.count(name) > 1}:
         mistakes["metrics"] = f"each name once (rename {', '.join(sorted(twice))})"

@@ -1,7 +1,7 @@
 """The metrics of a model. METRICS is the one place that defines them; MULTI_LABEL_METRICS for several labels an image.
 
-Training (`meter`), evaluation, the console, metrics.jsonl, the trackers and result.json all follow the table. To add
-top-3 accuracy, add `top_k("top3_accuracy", 3)` to it. Those of --metrics come after it: see `OwnMetrics`.
+Training (`meter`), evaluation, the console, metrics.jsonl, the trackers, result.json and reports follow the table.
+To add top-3 accuracy, add `top_k("top3_accuracy", 3)` to it. Those of --metrics come after it: see `OwnMetrics`.
 
 The main process computes those of --metrics, a user's functions of logits and targets and metrics of torchmetrics, on
 its CPU, for the logits of a whole split, which it gets from all processes, in the order of the samples' numbers: so
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.config.declaration import NAMES_OF_FIGURES
+from accel_train.config.declaration import TAKEN_NAMES
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import MetricError, UserError
 from accel_train.launch.agreement import broadcast_from_main
@@ -34,13 +34,15 @@ from accel_train.user_code.reference import Reference, given_metrics, metric_nam
 
 
 @dataclass(frozen=True)
-class Figure:
+class Metric:
     """A number that an evaluation has of a split: how it is called and shown."""
 
     name: str
     """Its key in metrics.jsonl. In result.json the keys are test_NAME and, for a headline, ema_test_NAME."""
-    form: str
-    """The format specification with which it is shown: ".2%" for a fraction."""
+    form: str = ".2%"
+    """The format specification with which it is shown: a fraction in percent."""
+    title: str = ""
+    """What reports call it; "": by its name."""
     headline: bool = True
     """Whether the console shows it, and result.json has it for the EMA as well."""
     fewest_classes: int = 2
@@ -54,7 +56,7 @@ class Figure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metric(Figure):
+class MeanMetric(Metric):
     """A number for each sample; its mean over the samples is what is shown and written."""
 
     predict: Callable[[Tensor], Tensor]
@@ -67,7 +69,7 @@ class Metric(Figure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitMetric(Figure):
+class SplitMetric(Metric):
     """A number that only a whole split has: it is no mean over samples, so training does not count it."""
 
     compute: Callable[[Tensor, Tensor], float]
@@ -101,10 +103,11 @@ def is_among(classes: Tensor, labels: Tensor) -> Tensor:
     return (classes == labels[:, None]).any(1)
 
 
-def top_k(name: str, k: int, *, headline: bool = True) -> Metric:
+def top_k(name: str, k: int, *, headline: bool = True) -> MeanMetric:
     """The fraction of samples whose label is among the `k` highest logits, counted in evaluation only."""
     predict = top5 if k == 5 else partial(highest, k=k)
-    return Metric(name, ".2%", headline, k + 1, predict=predict, score=is_among)
+    title = f"top-{k} accuracy"
+    return MeanMetric(name, title=title, headline=headline, fewest_classes=k + 1, predict=predict, score=is_among)
 
 
 def same(logits: Tensor) -> Tensor:
@@ -176,9 +179,9 @@ def _mean(values: list[float | None]) -> float:
     return sum(present) / len(present) if present else 0.0
 
 
-METRICS: list[Metric | SplitMetric] = [
+METRICS: list[MeanMetric | SplitMetric] = [
     # In training the loss is what the criterion returns (with label smoothing and class weights): see Meter.add.
-    Metric(
+    MeanMetric(
         "loss",
         ".4f",
         lower_is_better=True,
@@ -187,23 +190,33 @@ METRICS: list[Metric | SplitMetric] = [
         training_predict=same,
     ),
     # In evaluation both accuracies come from one topk, so that the first is never above the second.
-    Metric(
-        "accuracy", ".2%", predict=top5, score=is_first, training_predict=partial(torch.argmax, dim=1, keepdim=True)
-    ),
+    MeanMetric("accuracy", predict=top5, score=is_first, training_predict=partial(torch.argmax, dim=1, keepdim=True)),
     top_k("top5_accuracy", 5, headline=False),
-    SplitMetric("f1", ".2%", headline=False, compute=macro_f1),
+    SplitMetric("f1", title="macro F1", headline=False, compute=macro_f1),
 ]
 
-MULTI_LABEL_METRICS: list[Metric | SplitMetric] = [
-    Metric("loss", ".4f", lower_is_better=True, predict=same, score=binary_cross_entropy, training_predict=same),
-    SplitMetric("map", ".2%", compute=mean_average_precision),
-    SplitMetric("micro_map", ".2%", headline=False, compute=micro_average_precision),
-    SplitMetric("f1", ".2%", compute=macro_f1),
-    SplitMetric("micro_f1", ".2%", headline=False, compute=micro_f1),
+MULTI_LABEL_METRICS: list[MeanMetric | SplitMetric] = [
+    MeanMetric("loss", ".4f", lower_is_better=True, predict=same, score=binary_cross_entropy, training_predict=same),
+    SplitMetric("map", title="mean average precision", compute=mean_average_precision),
+    SplitMetric("micro_map", title="micro average precision", headline=False, compute=micro_average_precision),
+    SplitMetric("f1", title="macro F1", compute=macro_f1),
+    SplitMetric("micro_f1", title="micro F1", headline=False, compute=micro_f1),
 ]
 
+EVALUATE_METRICS = [
+    Metric("balanced_accuracy", title="balanced accuracy"),
+    Metric("f1", title="f1 (macro)"),
+    Metric("precision", title="precision (macro)"),
+    Metric("recall", title="recall (macro)"),
+    Metric("weighted_precision", title="precision (weighted)"),
+    Metric("weighted_recall", title="recall (weighted)"),
+    Metric("weighted_f1", title="f1 (weighted)"),
+    Metric("calibration_error", title="calibration error", lower_is_better=True),
+]
+"""What `accel-train evaluate` adds (tools/evaluate_run.py), and what its table calls each."""
 
-def metrics_for(*, multi_label: bool) -> list[Metric | SplitMetric]:
+
+def metrics_for(*, multi_label: bool) -> list[MeanMetric | SplitMetric]:
     """The metrics of data whose images have one label each, or (`multi_label`) several or none."""
     return MULTI_LABEL_METRICS if multi_label else METRICS
 
@@ -217,8 +230,8 @@ def training_loss(name: str, *, multi_label: bool) -> str:
     return "" if same_kind else f"training loss ({short_name('loss.name', name)})"
 
 
-def figures_for(chosen: Sequence[str], *, multi_label: bool) -> list[Figure]:
-    """All figures of an evaluation: those of `metrics_for`, and after them those that are `chosen` by --metrics.
+def evaluation_metrics(chosen: Sequence[str], *, multi_label: bool) -> list[Metric]:
+    """All metrics of an evaluation: those of `metrics_for`, and after them those that are `chosen` by --metrics.
 
     A chosen one is a headline, also if it is one of the former.
     """
@@ -228,15 +241,21 @@ def figures_for(chosen: Sequence[str], *, multi_label: bool) -> list[Figure]:
         for metric in metrics_for(multi_label=multi_label)
     ]
     known = {metric.name for metric in table}
-    return [*table, *(Figure(name, ".4f", chosen=True) for name in names if name not in known)]
+    return [*table, *(Metric(name, ".4f", chosen=True) for name in names if name not in known)]
 
 
-def mean_metrics(*, multi_label: bool = False) -> list[Metric]:
+def metric_title(name: str) -> str:
+    """What reports call a metric, such as "top-5 accuracy" for "top5_accuracy"."""
+    titles = {metric.name: metric.title for metric in METRICS + MULTI_LABEL_METRICS}
+    return titles.get(name) or name.replace("_", " ")
+
+
+def mean_metrics(*, multi_label: bool = False) -> list[MeanMetric]:
     """The metrics that are means over samples."""
-    return [metric for metric in metrics_for(multi_label=multi_label) if isinstance(metric, Metric)]
+    return [metric for metric in metrics_for(multi_label=multi_label) if isinstance(metric, MeanMetric)]
 
 
-def training_metrics(*, multi_label: bool = False) -> list[Metric]:
+def training_metrics(*, multi_label: bool = False) -> list[MeanMetric]:
     """The metrics that are counted while training, the loss first."""
     return [metric for metric in mean_metrics(multi_label=multi_label) if metric.training_predict is not None]
 
@@ -247,7 +266,7 @@ def headlines(figures: Mapping[str, float], chosen: Sequence[str] = ()) -> dict[
     `chosen`: by --metrics.
     """
     # Only multi-label data has a mean average precision.
-    shown = (figure for figure in figures_for(chosen, multi_label="map" in figures) if figure.headline)
+    shown = (metric for metric in evaluation_metrics(chosen, multi_label="map" in figures) if metric.headline)
     return {metric.name: metric.show(figures[metric.name]) for metric in shown if metric.name in figures}
 
 
@@ -276,7 +295,7 @@ class Evaluation:
     figures are NaN, and those of the classes None."""
 
     @classmethod
-    def without_figures(
+    def without_metrics(
         cls, metrics: Sequence[str], labels: Tensor, classes: int, broken: int, logits: Tensor | None
     ) -> Evaluation:
         """The result for a split with `broken` samples. `metrics`: names. `labels`: int64 [n], or bool [n, classes]."""
@@ -330,7 +349,7 @@ def create_own_metrics(texts: Sequence[str], accelerator: Accelerator, splits: S
     Each metric is tried with made-up logits. Raises UserError if one cannot be used.
     """
     objects = given_metrics()
-    if taken := NAMES_OF_FIGURES & objects.keys():
+    if taken := TAKEN_NAMES & objects.keys():
         raise UserError(
             f"--metrics {', '.join(sorted(taken))}: a built-in figure has this name; give yours another one."
         )

@@ -35,7 +35,7 @@ from accel_train.models.batchnorm import has_batchnorm
 from accel_train.optim.loss import check_labels
 from accel_train.optim.schedule import check_schedule
 from accel_train.records.cost import Ledger, cost_text
-from accel_train.records.metrics import Evaluation, count_classes, figures_for, headlines
+from accel_train.records.metrics import Evaluation, count_classes, evaluation_metrics, headlines
 from accel_train.records.model_info import ModelInfo
 from accel_train.user_code.reference import GIVEN, parse_reference, short_name
 
@@ -244,7 +244,7 @@ def check_best_metric(config: Config, splits: Splits) -> None:
                 f"--{option} {setting}: follows the validation split, but this data has none: set one aside with "
                 "--data.val-fraction 0.1, or remove the option."
             )
-    names = [figure.name for figure in figures_for(config.metrics, multi_label=splits.multi_label)]
+    names = [metric.name for metric in evaluation_metrics(config.metrics, multi_label=splits.multi_label)]
     if config.best_metric is not None and config.best_metric not in names:
         kind = "images with several labels" if splits.multi_label else "images with one label each"
         usable = ", ".join(name for name in BEST_METRICS if name in names)
@@ -265,7 +265,7 @@ def result_of(
     `last`: the newest evaluations, "test" and "test (ema)" among them.
     """
     test, ema = last.get("test"), last.get("test (ema)")
-    metrics = figures_for(config.metrics, multi_label=multi_label)
+    metrics = evaluation_metrics(config.metrics, multi_label=multi_label)
     metric = best_metric(config, multi_label=multi_label)
     result: dict[str, Any] = {
         "format": FORMAT,

@@ -36,7 +36,7 @@ from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
-from accel_train.records.metrics import Evaluation, OwnMetrics, create_own_metrics, figures_for
+from accel_train.records.metrics import EVALUATE_METRICS, Evaluation, OwnMetrics, create_own_metrics, evaluation_metrics
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.tools.load_run import empty_model, read_config
 from accel_train.untrusted import open_to_read
@@ -45,23 +45,13 @@ from accel_train.user_code.reference import CHOSEN_METRICS, given_metrics, short
 Floats = npt.NDArray[np.float64]
 
 BINS = 15  # of the calibration error, as in Guo et al. 2017
-NO_FIGURE = "\u2013"  # of a class without images
-FIGURES = {  # key -> what the table calls it
-    "balanced_accuracy": "balanced accuracy",
-    "f1": "f1 (macro)",
-    "precision": "precision (macro)",
-    "recall": "recall (macro)",
-    "weighted_precision": "precision (weighted)",
-    "weighted_recall": "recall (weighted)",
-    "weighted_f1": "f1 (weighted)",
-    "calibration_error": "calibration error",
-}
+NO_VALUE = "\u2013"  # of a class without images
 # What the table calls it -> the key of a list with a figure of each class.
-CLASS_FIGURES = {name: f"class_{name}".replace(" ", "_") for name in ("average precision", "precision", "recall", "f1")}
+CLASS_METRICS = {name: f"class_{name}".replace(" ", "_") for name in ("average precision", "precision", "recall", "f1")}
 
 
-def single_label_figures(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]) -> dict[str, Any]:
-    """Figures of images with one label each, from logits float32 [n, classes] and labels int64 [n].
+def single_label_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """Metrics of images with one label each, from logits float32 [n, classes] and labels int64 [n].
 
     Precision, recall and F1 are scikit-learn's; "precision" and so on are means over the classes that occur as a label
     or as a prediction, "weighted_…" means weighted by the images of each class. "class_…" are lists, None for a class
@@ -87,8 +77,8 @@ def single_label_figures(logits: npt.NDArray[np.float32], labels: npt.NDArray[np
     }
 
 
-def multi_label_figures(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    """Figures of images with several labels or none, at a probability of 0.5; as `single_label_figures`, as far as
+def multi_label_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """Metrics of images with several labels or none, at a probability of 0.5; as `single_label_metrics`, as far as
     they have a meaning. labels: bool [n, classes]."""
     return _precision_and_recall(labels, logits >= 0, logits.shape[1])
 
@@ -160,17 +150,17 @@ def calibration_error(probabilities: Floats, labels: npt.NDArray[np.int64]) -> f
     return float(sum(part.mean() * abs(hits[part].mean() - confidence[part].mean()) for part in inside))
 
 
-def figure_rows(
+def metric_rows(
     records: Sequence[Mapping[str, Any]], classes: Sequence[str], chosen: Sequence[str], *, multi_label: bool
 ) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield the key of each figure that a record has, what a table calls it, and its value for each record.
+    """Yield the key of each metric that a record has, what a table calls it, and its value for each record.
 
     After "accuracy" comes its 95 % interval, with the key "accuracy_interval". `chosen`: by --metrics.
     """
-    known = figures_for(chosen, multi_label=multi_label)
+    known = evaluation_metrics(chosen, multi_label=multi_label)
     undefined = {each.name for each in known if each.chosen}  # which may be NaN
     forms = {each.name: (each.name, each.form) for each in known if len(classes) >= each.fewest_classes}
-    for key, (title, form) in (forms | {key: (title, ".2%") for key, title in FIGURES.items()}).items():
+    for key, (title, form) in (forms | {each.name: (each.title, each.form) for each in EVALUATE_METRICS}).items():
         values = [record.get(key) for record in records]
         is_nan = key in undefined and any(key in record for record in records)  # JSON has no NaN
         if is_nan or any(value is not None for value in values):
@@ -471,5 +461,5 @@ def _record(evaluation: Evaluation, weights: str) -> dict[str, Any]:
     if evaluation.broken or not (logits < np.inf).all():
         more: dict[str, Any] = {}
     else:
-        more = multi_label_figures(logits, labels) if labels.ndim == 2 else single_label_figures(logits, labels)
+        more = multi_label_metrics(logits, labels) if labels.ndim == 2 else single_label_metrics(logits, labels)
     return {"weights": weights, **figures, "count": evaluation.count, **more, **evaluation.as_record()}

@@ -21,7 +21,7 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.records.metrics import (
     METRICS,
     Evaluation,
-    Metric,
+    MeanMetric,
     average_precision_of_classes,
     f1_of_classes,
     headlines,
@@ -41,7 +41,7 @@ def probability(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 ADDED = [
-    Metric("probability", ".3f", predict=same, score=probability, training_predict=same),
+    MeanMetric("probability", ".3f", predict=same, score=probability, training_predict=same),
     top_k("top4_accuracy", 4),
 ]
 
@@ -145,7 +145,7 @@ def test_of_equal_logits_the_first_class_is_the_predicted_one() -> None:
 
 def test_top_5_accuracy_counts_five_classes() -> None:
     logits, (top5,) = torch.arange(10.0).repeat(10, 1), [each for each in METRICS if each.name == "top5_accuracy"]
-    assert isinstance(top5, Metric)
+    assert isinstance(top5, MeanMetric)
     assert top5.score(top5.predict(logits), torch.arange(10)).tolist() == [False] * 5 + [True] * 5
 
 

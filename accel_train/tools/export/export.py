@@ -192,7 +192,7 @@ def _figures(run: RunRecords, weights: Path) -> list[str]:
         record["count"] = run.result.get("test_images")
     lines = [
         f"- {metric.name.replace('_', ' ')}: {metric.show(record[metric.name])}"
-        for metric in run.figures
+        for metric in run.metrics
         if record and len(run.info.classes) >= metric.fewest_classes and record.get(metric.name) is not None
     ]
     if record is None or not lines:

@@ -18,8 +18,8 @@ from typing import Any
 
 from accel_train.config.schema import best_metric
 from accel_train.errors import needing, one_line
-from accel_train.records.metrics import LOWER_IS_BETTER
-from accel_train.tools.report.records import RunRecords, figure_title
+from accel_train.records.metrics import LOWER_IS_BETTER, metric_title
+from accel_train.tools.report.records import RunRecords
 
 # matplotlib draws with these placeholders, which are then replaced by the page's CSS variables.
 SERIES = [f"#0102{number:02x}" for number in range(8)]
@@ -149,15 +149,15 @@ def save(figure: Any, path: Path) -> None:
 
 def charts_of_run(run: RunRecords) -> list[Chart]:
     """Loss, the main metric, those of --metrics, learning rate, speed and waiting for data over the epochs."""
-    chosen = [figure for figure in run.figures if figure.chosen]
+    chosen = [metric for metric in run.metrics if metric.chosen]
     best = best_of(run)
     marks: dict[str, Any] = {"events": run.events, "best": None if best is None else best.epoch}
     return [
         *_charts_of_loss(run, marks),
-        Chart(figure_title(run.main_figure), _over_epochs(run, run.main_figure), percent=True, **marks),
+        Chart(metric_title(run.main_metric), _over_epochs(run, run.main_metric), percent=True, **marks),
         *(
-            Chart(figure_title(figure.name), _over_epochs(run, figure.name), percent="%" in figure.form, **marks)
-            for figure in chosen
+            Chart(metric_title(metric.name), _over_epochs(run, metric.name), percent="%" in metric.form, **marks)
+            for metric in chosen
         ),
         Chart("learning rate", [_over_updates(run, "lr")], events=run.events),
         Chart("images/s", [_over_updates(run, "images_per_second")], events=run.events),
@@ -219,7 +219,7 @@ def best_of(run: RunRecords) -> Best | None:
     finite loss. None without a validation split, or if it is not known whether the metric should be low or high."""
     split, rows = run.held_out
     metric = best_metric(run.config, multi_label=run.info.multi_label)
-    known = {figure.name: figure for figure in run.figures}
+    known = {metric.name: metric for metric in run.metrics}
     if split != "val" or metric not in known:
         return None
     usable = [row for row in rows if row.get(metric) is not None and row.get("loss") is not None]

@@ -27,21 +27,22 @@ from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError, first_of, needing, one_line
 from accel_train.files import check_writable
 from accel_train.records.cost import cost_of, cost_text, read_starts
+from accel_train.records.metrics import metric_title
 from accel_train.records.model_info import ModelInfo
 from accel_train.tools.evaluate_run import (
-    CLASS_FIGURES,
-    NO_FIGURE,
+    CLASS_METRICS,
+    NO_VALUE,
     Predictions,
     accuracy_interval,
-    figure_rows,
     images_of_classes,
     interval_of,
     interval_text,
+    metric_rows,
     without_images,
 )
 from accel_train.tools.load_run import Preprocessing
 from accel_train.tools.report.curves import best_of, charts_of_run, draw
-from accel_train.tools.report.records import SPLITS, Row, RunRecords, differences_from_recipe, figure_title, state_of
+from accel_train.tools.report.records import SPLITS, Row, RunRecords, differences_from_recipe, state_of
 
 WORST = 20
 SMALL = 64
@@ -144,7 +145,7 @@ def shown_record(run: RunRecords, evaluation: Row) -> tuple[str, Row, str]:
     for weights, subject in (("ema", "The EMA"), ("model", "The model")):
         if weights in evaluation:
             return evaluation["split"], evaluation[weights], subject
-    metric = run.main_figure
+    metric = run.main_metric
     if run.result.get("test_images") and f"test_{metric}" in run.result:
         record: Row = {metric: run.result[f"test_{metric}"], "count": run.result["test_images"]}
         record |= {name: run.result[name] for name in ("confusion", "class_images") if name in run.result}
@@ -162,7 +163,7 @@ def _figures(run: RunRecords, split: str, record: Row, subject: str) -> Iterator
         yield Sentence("Nothing says how good the model is on images that it was not trained on.", "doubt")
         return
     name, count = SPLITS[split], record.get("count") or 0
-    metric = run.main_figure
+    metric = run.main_metric
     if record.get(metric) is None:
         yield Sentence(f"{subject}'s output is NaN or infinite for {name} images, so there are no figures.", "doubt")
         return
@@ -247,7 +248,7 @@ def _course(run: RunRecords) -> Iterator[Sentence]:
     epochs = len({row["epoch"] for row in run.evaluations("train", "model")})
     best = best_of(run)
     if best is not None and len(rows) > 1:
-        metric = figure_title(best.metric)
+        metric = metric_title(best.metric)
         text = f"The best epoch by the validation {metric} was {best.epoch} of {rows[-1]['epoch']} ({best.shown})"
         last = f"; the last one has {best.shown_last}" if best.epoch != rows[-1]["epoch"] else ", the last one"
         yield Sentence(f"{text}{last}.")
@@ -301,7 +302,7 @@ def page_of_run(run: RunRecords, evaluation: Row, worst: Sequence[Picture], note
         facts=facts_of(run),
         charts=[draw(chart) for chart in charts_of_run(run) if not chart.is_empty],
         has_events=bool(run.events),
-        figures=figure_table(run, records),
+        figures=metric_table(run, records),
         records=records,
         record=record,
         split=evaluation.get("split", ""),
@@ -318,10 +319,10 @@ def page_of_run(run: RunRecords, evaluation: Row, worst: Sequence[Picture], note
     )
 
 
-def figure_table(run: RunRecords, records: Sequence[Row]) -> list[tuple[str, list[str]]]:
+def metric_table(run: RunRecords, records: Sequence[Row]) -> list[tuple[str, list[str]]]:
     """Each figure with its value for each of the weights."""
-    rows = figure_rows(records, run.info.classes, run.config.metrics, multi_label=run.info.multi_label)
-    return [(figure_title(key) if title == key else title, values) for key, title, values in rows]
+    rows = metric_rows(records, run.info.classes, run.config.metrics, multi_label=run.info.multi_label)
+    return [(metric_title(key) if title == key else title, values) for key, title, values in rows]
 
 
 def confusion_table(record: Row, classes: Sequence[str]) -> list[Row]:
@@ -366,7 +367,7 @@ def class_table(run: RunRecords, record: Row, split: str) -> Row:
         images = {name: counts for name, counts in images.items() if name != split} | {split: evaluated}
     if not images:
         return {}
-    columns = {title: known[key] for title, key in CLASS_FIGURES.items() if key in known}
+    columns = {title: known[key] for title, key in CLASS_METRICS.items() if key in known}
     intervals = _intervals(known)
     head = ["class", *(f"{name} images" for name in images)]
     for title in columns:
@@ -378,7 +379,7 @@ def class_table(run: RunRecords, record: Row, split: str) -> Row:
             *((counts[label], f"{counts[label]:,}", counts[label] / max(1, *counts)) for counts in images.values()),
         ]
         for title, values in columns.items():
-            row.append(_cell(values[label] if images[split][label] else None, NO_FIGURE * (not images[split][label])))
+            row.append(_cell(values[label] if images[split][label] else None, NO_VALUE * (not images[split][label])))
             if title == "recall" and intervals:
                 interval = intervals[label]
                 row.append((-1.0 if interval is None else interval[0], interval_text(interval), None))

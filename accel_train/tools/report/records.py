@@ -1,4 +1,4 @@
-"""What a run has written, read for its report, and what the pages call its figures."""
+"""What a run has written, read for its report."""
 
 from __future__ import annotations
 
@@ -14,20 +14,12 @@ from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, raise_mistakes
 from accel_train.ownership.owner import has_owner, read_result
-from accel_train.records.metrics import Figure, figures_for, training_loss
+from accel_train.records.metrics import Metric, evaluation_metrics, training_loss
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.untrusted import read_json_lines, read_json_object
 
 Row = dict[str, Any]
 SPLITS = {"train": "training", "val": "validation", "test": "test"}
-FIGURES = {
-    "map": "mean average precision",
-    "micro_map": "micro average precision",
-    "top5_accuracy": "top-5 accuracy",
-    "f1": "macro F1",
-    "micro_f1": "micro F1",
-    "all labels right": "images with all labels right",
-}
 
 
 @dataclass(frozen=True)
@@ -50,14 +42,14 @@ class RunRecords:
         return self.path.resolve().name
 
     @property
-    def main_figure(self) -> str:
-        """The figure by which the run is judged: "accuracy", or "map" if an image may have several labels."""
+    def main_metric(self) -> str:
+        """The metric by which the run is judged: "accuracy", or "map" if an image may have several labels."""
         return "map" if self.info.multi_label else "accuracy"
 
     @property
-    def figures(self) -> list[Figure]:
-        """All figures that an evaluation of the run may have."""
-        return figures_for(self.config.metrics, multi_label=self.info.multi_label)
+    def metrics(self) -> list[Metric]:
+        """All metrics that an evaluation of the run may have."""
+        return evaluation_metrics(self.config.metrics, multi_label=self.info.multi_label)
 
     @property
     def training_loss(self) -> str:
@@ -172,8 +164,3 @@ def check_runs(paths: Iterable[Path]) -> list[RunRecords]:
             mistakes += error.messages
     raise_mistakes(mistakes)
     return runs
-
-
-def figure_title(name: str) -> str:
-    """Such as "top-5 accuracy" for "top5_accuracy"."""
-    return FIGURES.get(name, name.replace("_", " "))

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.errors import one_line
+from accel_train.records.metrics import metric_title
 from accel_train.tools.report.curves import Chart, Line, draw
 from accel_train.tools.report.page import render
-from accel_train.tools.report.records import RunRecords, figure_title, state_of
+from accel_train.tools.report.records import RunRecords, state_of
 
 
 @dataclass(frozen=True)
@@ -105,16 +106,16 @@ def _metric(run: RunRecords, key: str) -> float | None:
 
 def _metrics(runs: Sequence[RunRecords]) -> dict[str, tuple[str, str]]:
     """The metrics that a run has: key of result.json -> title and format; first the one by which runs are judged."""
-    figures = sorted((figure for run in runs for figure in run.figures), key=lambda figure: not figure.headline)
-    main = dict.fromkeys(f"test_{run.main_figure}" for run in runs)
-    known = main | {f"test_{figure.name}": None for figure in figures} | {"best_val_accuracy": None}
-    forms = {f"test_{figure.name}": figure.form for figure in figures}
+    metrics = sorted((metric for run in runs for metric in run.metrics), key=lambda metric: not metric.headline)
+    main = dict.fromkeys(f"test_{run.main_metric}" for run in runs)
+    known = main | {f"test_{metric.name}": None for metric in metrics} | {"best_val_accuracy": None}
+    forms = {f"test_{metric.name}": metric.form for metric in metrics}
     found = [key for key in known if any(_metric(run, key) is not None for run in runs)]
     return {key: (_title(key), forms.get(key, ".2%")) for key in found}
 
 
 def _title(key: str) -> str:
-    return "best validation accuracy" if key == "best_val_accuracy" else f"test {figure_title(key[len('test_') :])}"
+    return "best validation accuracy" if key == "best_val_accuracy" else f"test {metric_title(key[len('test_') :])}"
 
 
 def _results(runs: Sequence[RunRecords]) -> Table:
@@ -202,7 +203,7 @@ def _curves(runs: Sequence[RunRecords]) -> list[Chart]:
     """Loss and main metric over the epochs, on the validation split or else on the test split; a colour a setting."""
     colors = {id(run): color for color, group in enumerate(_settings(runs).values()) for run in group}
     charts = []
-    for metric in dict.fromkeys(["loss", *(run.main_figure for run in runs)]):
+    for metric in dict.fromkeys(["loss", *(run.main_metric for run in runs)]):
         lines = []
         for run, name in zip(runs, _names(runs), strict=True):
             split = "val" if run.evaluations("val", "model") else "test"
@@ -210,7 +211,7 @@ def _curves(runs: Sequence[RunRecords]) -> list[Chart]:
             points = [(number(row.get("epoch")), number(row.get(metric))) for row in rows]
             known = [(x, y) for x, y in points if x is not None and y is not None]
             lines.append(Line(f"{name} ({split})", [x for x, _ in known], [y for _, y in known], colors[id(run)]))
-        chart = Chart(figure_title(metric), lines, metric != "loss", legend=len(runs) <= 12)
+        chart = Chart(metric_title(metric), lines, metric != "loss", legend=len(runs) <= 12)
         if not chart.is_empty:
             charts.append(chart)
     return charts

@@ -16,7 +16,7 @@ from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict, to_yaml
 from accel_train.files import sha256
 from accel_train.records.model_info import ModelInfo
-from accel_train.tools.evaluate_run import Predictions, single_label_figures
+from accel_train.tools.evaluate_run import Predictions, single_label_metrics
 
 IMAGES = 400
 
@@ -94,7 +94,7 @@ def write_predictions(
     else:
         figures["accuracy"] = float((logits.argmax(1) == true).mean())
         if np.isfinite(logits).all() and logits.shape[1] < 100:
-            figures |= single_label_figures(logits, true)
+            figures |= single_label_metrics(logits, true)
     record = {"split": "test", "time": about["time"], "data": about["data"], "classes": names, "model": figures}
     (folder / "evaluation-test.json").write_text(json.dumps(record))
     return {f"test_{name}": figures[name] for name in ("loss", "accuracy", "map", "f1") if name in figures}

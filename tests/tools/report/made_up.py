@@ -12,7 +12,7 @@ from sklearn.metrics import confusion_matrix
 
 from accel_train.config.schema import Config
 from accel_train.records.model_info import ModelInfo
-from accel_train.tools.evaluate_run import multi_label_figures, single_label_figures
+from accel_train.tools.evaluate_run import multi_label_metrics, single_label_metrics
 from accel_train.tools.report.records import RunRecords
 
 Losses = Sequence[float | None]
@@ -77,7 +77,7 @@ def evaluation_of(labels: Any, logits: Any, names: Sequence[str], split: str = "
     accuracy = float((labels == logits.argmax(1)).mean())
     figures = {"weights": "model.safetensors", "loss": 1.0, "accuracy": accuracy, "count": len(labels)}
     more = {"confusion": confusion.tolist(), "top5_accuracy": 0.9}
-    return {"split": split, "model": figures | single_label_figures(logits, labels) | more}
+    return {"split": split, "model": figures | single_label_metrics(logits, labels) | more}
 
 
 def evaluation_by_counts(confusion: Sequence[Sequence[int]], split: str = "test") -> dict[str, Any]:
@@ -98,4 +98,4 @@ def multi_label_evaluation(names: Sequence[str], count: int, share: float) -> di
     figures = {"weights": "model.safetensors", "loss": 0.3, "map": 0.8, "f1": 0.7, "count": count}
     images = labels.sum(0).tolist()
     more = {"class_average_precision": [0.8] * len(names), "class_images": images}
-    return {"split": "test", "model": figures | multi_label_figures(logits, labels) | more}
+    return {"split": "test", "model": figures | multi_label_metrics(logits, labels) | more}

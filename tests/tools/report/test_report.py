@@ -21,7 +21,7 @@ from sklearn.metrics import precision_recall_fscore_support as figures_of_classe
 
 from accel_train import cli
 from accel_train.errors import COMMANDS, one_line
-from accel_train.tools.evaluate_run import read_predictions, single_label_figures, softmax
+from accel_train.tools.evaluate_run import read_predictions, single_label_metrics, softmax
 from accel_train.tools.report.page import Picture, page_of_run
 from accel_train.tools.report.records import RunRecords, read_run
 
@@ -218,7 +218,7 @@ def test_a_thousand_classes_stay_below_5_mb(run: Path) -> None:
     logits[np.arange(20_000), labels] += 3
     classes = tuple(f"class number {number}, with a long name" for number in range(1000))
     confusion = confusion_matrix(labels, logits.argmax(1), labels=range(1000)).tolist()
-    figures = single_label_figures(logits, labels) | {"weights": "w", "loss": 1.0, "accuracy": 0.5, "count": 20_000}
+    figures = single_label_metrics(logits, labels) | {"weights": "w", "loss": 1.0, "accuracy": 0.5, "count": 20_000}
     evaluation = {"split": "test", "model": figures | {"confusion": confusion, "top5_accuracy": 0.9}}
     info = type(real.info)(**{**vars(real.info), "classes": classes})
     many = RunRecords(real.path, real.config, info, real.result, real.status, real.environment, real.lines)
