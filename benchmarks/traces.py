@@ -33,7 +33,7 @@ PACKAGE = ROOT / "accel_train"
 STOPPED_UPDATE = 5
 """The update at whose end the traced training gets SIGTERM: then what follows belongs to the signal alone."""
 PARSE, UPDATE, END = "config/options.py parse", "train.py update", "run/run.py count_update"
-DECODE = "data/sources/files/jpeg.py decode_jpeg"
+DECODE = "data/sources/files/images.py decode_jpeg"
 CLOSED = ""  # in place of a call that ran no line
 Calls = Sequence[str]  # such as "train.py update", in the order of time
 

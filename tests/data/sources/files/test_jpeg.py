@@ -11,14 +11,13 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from accel_train.data.sources.files import images, jpeg
-from accel_train.data.sources.files.images import ImageError, LazyImage, decode
-from accel_train.data.sources.files.jpeg import decode_jpeg, plain_jpeg
+from accel_train.data.sources.files import images
+from accel_train.data.sources.files.images import ImageError, LazyImage, decode, decode_jpeg, plain_jpeg
 
 SIZES = [(1, 1), (2, 3), (7, 7), (8, 5), (17, 16), (31, 33), (64, 48), (101, 67), (240, 181)]  # width, height
 JFIF = b"\xff\xd8\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00"
 
-pytestmark = pytest.mark.skipif(jpeg.simplejpeg is None, reason="simplejpeg has no wheel for this platform")
+pytestmark = pytest.mark.skipif(images.simplejpeg is None, reason="simplejpeg has no wheel for this platform")
 
 
 def picture(size: tuple[int, int], mode: str = "RGB") -> Image.Image:
@@ -89,7 +88,7 @@ class TestPixels:
             if expected.ndim == 2:
                 expected = expected[..., None]
             found = decode_jpeg(data, height, width, expected.shape[2], reduction)
-            if max(width, height) < jpeg.LEAST_REDUCED:
+            if max(width, height) < images.LEAST_REDUCED:
                 assert found is None
             else:
                 assert found is not None and np.array_equal(found, expected), name
@@ -113,7 +112,7 @@ class TestPixels:
             return found
 
         with_it = all_pixels()
-        monkeypatch.setattr(jpeg, "simplejpeg", None)
+        monkeypatch.setattr(images, "simplejpeg", None)
         for one, other in zip(with_it, all_pixels(), strict=True):
             assert torch.equal(one, other)
 
