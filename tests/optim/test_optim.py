@@ -110,12 +110,13 @@ def decayed(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(item) for group in optimizer.param_groups if group["weight_decay"] for item in group["params"]}
 
 
-def test_norms_and_biases_are_not_decayed() -> None:
+@pytest.mark.parametrize("name", ["sgd", "lamb"])  # of torch's and of timm's
+def test_norms_and_biases_are_not_decayed(name: str) -> None:
     model = small_net()
     weights = {id(model[0].weight), id(model[4].weight)}
-    assert decayed(create_optimizer(Optim(weight_decay=0.1), model)) == weights
+    assert decayed(create_optimizer(Optim(name=name, weight_decay=0.1), model)) == weights
     everything = {id(parameter) for parameter in model.parameters()}
-    assert decayed(create_optimizer(Optim(weight_decay=0.1, decay_all=True), model)) == everything
+    assert decayed(create_optimizer(Optim(name=name, weight_decay=0.1, decay_all=True), model)) == everything
 
 
 @pytest.mark.parametrize("settings", [{"name": "adamw"}, {"name": "adamw", "layer_decay": 0.5}, {"name": "muon"}])
