@@ -172,7 +172,7 @@ MUTANTS = [
     Mutant(NONFINITE, "            dist.all_reduce(values, dist.ReduceOp.MAX)", "            pass",
            "run/test_guard.py", "a loss of NaN on one process stops all of them"),
     Mutant(NONFINITE, "if policy == \"stop\" or broken:", "if policy == \"stop\":",
-           "run/test_guard.py", "a broken model is not skipped for ever"),
+           "run/test_nonfinite.py", "a broken model is not skipped for ever"),
     Mutant("records/summary.py", "\"--output-dir\", str(run), *options", "*options",
            "records/test_relaunch.py", "the command that resumes a run names its directory"),
     Mutant(RUN, "            self.meter.discard()", "            self.meter.commit()",

@@ -1,8 +1,8 @@
 """Checkpoints of a model and its optimizer: saved in the background, pruned, and restored on any number of processes.
 
-directory.py makes a checkpoint complete or absent, format.py defines its contents, state_dict.py gathers them from and
-sends them to many processes, choose.py finds the checkpoint to resume from. What a run has to match to resume from it
-is decided by the class of the run: manager.py for the trainer, a loop of one's own has its own.
+directory.py makes a checkpoint complete or absent, and says what is in it; state_dict.py gathers that from and sends it
+to many processes; reading.py finds the checkpoint to resume from. What a run has to match to resume from it is decided
+by the class of the run: manager.py for the trainer, a loop of one's own has its own.
 """
 
 from __future__ import annotations

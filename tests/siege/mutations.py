@@ -136,35 +136,22 @@ def delete(victim: Victim) -> None:
     victim.free()
 
 
-def pipe(victim: Victim) -> None:
-    os.mkfifo(victim.free())
-
-
-def folder(victim: Victim) -> None:
-    victim.free().mkdir()
-
-
-def unix_socket(victim: Victim) -> None:
+def another_kind(victim: Victim) -> None:
+    """A folder, a pipe, a socket, or a link: to itself or above, to nothing or somebody else's file, to a device."""
     path = victim.free()
-    with socket.socket(socket.AF_UNIX) as server, contextlib.suppress(OSError):  # too long a path
-        server.bind(str(path))
-
-
-def dangling_link(victim: Victim) -> None:
-    victim.free().symlink_to(victim.outside / "nothing")
-
-
-def looping_link(victim: Victim) -> None:
-    path = victim.free()
-    path.symlink_to(victim.chance.choice([path, path.parent, victim.run]))
-
-
-def link_to_a_file_outside(victim: Victim) -> None:
-    victim.free().symlink_to(victim.outside / "precious")
-
-
-def link_to_a_folder_outside(victim: Victim) -> None:
-    victim.free().symlink_to(victim.outside / "folder")
+    kind = victim.chance.choice(["folder", "pipe", "socket", "link", "link", "link", "link"])
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server, contextlib.suppress(OSError):  # too long a path
+            server.bind(str(path))
+    else:
+        inside = [path, path.parent, victim.run]
+        outside = [victim.outside / name for name in ("nothing", "precious", "folder")]
+        devices = ["/dev/zero", "/dev/full", "/dev/tty", "/proc/self/mem"]
+        path.symlink_to(victim.chance.choice(victim.chance.choice([inside, outside, devices])))
 
 
 def moved_outside(victim: Victim) -> None:
@@ -175,10 +162,6 @@ def moved_outside(victim: Victim) -> None:
     if not target.exists() and path.exists():
         path.rename(target)
         path.symlink_to(target)
-
-
-def device(victim: Victim) -> None:
-    victim.free().symlink_to(victim.chance.choice(["/dev/zero", "/dev/full", "/dev/tty", "/proc/self/mem"]))
 
 
 def sparse(victim: Victim) -> None:
@@ -398,11 +381,10 @@ def weights_that_are_not_finite(victim: Victim) -> None:
 
 
 MUTATIONS: list[Callable[[Victim], None]] = [
-    truncate, flip_bytes, append, exchange, delete, pipe, folder, unix_socket, dangling_link, looping_link,
-    link_to_a_file_outside, link_to_a_folder_outside, moved_outside, device, sparse, deep, another_value, another_value,
-    other_values, another_text, another_text, another_key, another_key, class_names, file_names, name_of_the_run,
-    numbers_of_checkpoints, code_in_the_configuration, code_of_the_run, yaml_that_runs, pickle_that_runs,
-    base_of_the_configuration, files_named_by_the_configuration, header_of_weights, weights_that_are_not_finite,
+    truncate, flip_bytes, append, exchange, delete, *[another_kind] * 7, moved_outside, sparse, deep, another_value,
+    another_value, other_values, another_text, another_text, another_key, another_key, class_names, file_names,
+    name_of_the_run, numbers_of_checkpoints, code_in_the_configuration, code_of_the_run, yaml_that_runs,
+    pickle_that_runs, base_of_the_configuration, files_named_by_the_configuration, header_of_weights, weights_that_are_not_finite,
 ]  # fmt: skip
 
 
