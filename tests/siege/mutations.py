@@ -384,7 +384,8 @@ MUTATIONS: list[Callable[[Victim], None]] = [
     truncate, flip_bytes, append, exchange, delete, *[another_kind] * 7, moved_outside, sparse, deep, another_value,
     another_value, other_values, another_text, another_text, another_key, another_key, class_names, file_names,
     name_of_the_run, numbers_of_checkpoints, code_in_the_configuration, code_of_the_run, yaml_that_runs,
-    pickle_that_runs, base_of_the_configuration, files_named_by_the_configuration, header_of_weights, weights_that_are_not_finite,
+    pickle_that_runs, base_of_the_configuration, files_named_by_the_configuration, header_of_weights,
+    weights_that_are_not_finite,
 ]  # fmt: skip
 
 
