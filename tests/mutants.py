@@ -230,7 +230,7 @@ MUTANTS = [
     Mutant(PARAMETERS, "(draws[3 + axis] * self.size).floor() - (side / 2).floor()", "(draws[3 + axis] * (self.size - side)).floor()",
            "data/transforms/test_boxes.py", "CutMix: the centre of the box is uniform over the image"),
     Mutant(PARAMETERS, "torch.where(cuts, 1 - area / self.size**2, share)", "torch.where(cuts, cutmix_share, share)",
-           "data/transforms/test_batch.py", "CutMix: the label's share follows from the clipped box"),
+           "data/transforms/test_boxes.py", "CutMix: the label's share follows from the clipped box"),
     Mutant(PARAMETERS, "for quantiles in (self.cutmix_quantiles, self.mixup_quantiles)", "for quantiles in (self.mixup_quantiles, self.cutmix_quantiles)",
            "data/transforms/test_batch.py", "mixup's lambda has mixup's distribution"),
     Mutant(PARAMETERS, "betaincinv(alpha, alpha,", "betaincinv(alpha + 1, alpha,",
@@ -248,7 +248,7 @@ MUTANTS = [
     Mutant(PARAMETERS, "+ 2 * self.pad - size + 1  #", "+ 2 * self.pad - size  #",
            "data/transforms/test_batch.py", "a crop reaches every offset"),
     Mutant(BATCH, "own * share[:, None] + _swapped(own) * rest[:, None]", "own * rest[:, None] + _swapped(own) * share[:, None]",
-           "data/transforms/test_batch.py", "targets are mixed as the pixels are"),
+           "data/transforms/test_mixing.py", "targets are mixed as the pixels are"),
     Mutant(IMAGE, "ratios = torch.exp(low + draws[3::2] * (high - low))", "ratios = ratio[0] + draws[3::2] * (ratio[1] - ratio[0])",
            "data/transforms/test_image.py", "RandomResizedCrop: the ratio is uniform in its logarithm"),
     # Figures

@@ -13,7 +13,7 @@ import torch
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data import memory
 from accel_train.data.loading import InputPipeline, create_input_pipeline
-from accel_train.data.memory import MemoryLoader, Placement, choose_place
+from accel_train.data.memory import MemoryLoader, choose_place
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, IndexSampler, TrainingSampler
 from accel_train.data.sources.arrays import ArraySource
@@ -22,7 +22,6 @@ from accel_train.data.sources.splits import Splits, subset
 from accel_train.errors import UserError
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
-from accel_train.records.summary import describe
 
 GENERATOR = torch.Generator().manual_seed(0)
 PIXELS = torch.randint(256, (157, 3, 12, 12), generator=GENERATOR, dtype=torch.uint8)
@@ -60,17 +59,27 @@ def same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Te
         assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for name in one)
 
 
+PART = dataclasses.replace(SPLITS, train=subset(ARRAYS, (torch.arange(157) % 3 != 0).numpy()))
+
+
 @pytest.mark.parametrize(
-    "augment", [TURNED, MIXED, Augment(flip=0.5), Augment(resize=14)], ids=["turned", "mixed", "flipped", "resized"]
-)
+    "settings",
+    [
+        {"augment": TURNED}, {"augment": MIXED}, {"augment": Augment(flip=0.5)}, {"augment": Augment(resize=14)},
+        {"training": False}, {"splits": PART},
+    ],
+    ids=["turned", "mixed", "flipped", "resized", "evaluation", "a part of a set"],
+)  # fmt: skip
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_host_memory_gives_the_batches_of_the_loader(augment: Augment, layout: str) -> None:
-    expected = seen(feed_of(augment=augment, data=Data(placement="disk")))
-    feed = feed_of(augment=augment, layout=layout)
+def test_host_memory_gives_the_batches_of_the_loader(settings: dict[str, Any], layout: str) -> None:
+    expected = seen(feed_of(**settings, data=Data(placement="disk")))
+    feed = feed_of(**settings, layout=layout)
     assert isinstance(feed.loader, MemoryLoader) and feed.placement.place == "host"
     found = seen(feed)
     same(found, expected)
-    assert len(found) == 14 and found[-1]["weights"].sum() == 1
+    for batch in found:
+        source = settings.get("splits", SPLITS).train
+        assert torch.equal(batch["labels"], source.labels[batch["ids"]])
     assert all(batch["inputs"].is_contiguous(memory_format=LAYOUTS[layout]) for batch in found)
 
 
@@ -100,27 +109,6 @@ def test_any_order_of_training_is_augmented(augment: Augment, place: str) -> Non
         return seen(feed)
 
     same(fed(OtherSampler(own)), fed(own))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_evaluation(layout: str) -> None:
-    expected = seen(feed_of(training=False, data=Data(placement="disk")))
-    found = seen(feed_of(training=False, layout=layout))
-    same(found, expected)
-    ids = torch.cat([batch["ids"][batch["weights"] > 0] for batch in found])
-    assert torch.equal(ids, torch.arange(157))
-    assert all(batch["inputs"].is_contiguous(memory_format=LAYOUTS[layout]) for batch in found)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_part_of_a_set(layout: str) -> None:
-    part = subset(ARRAYS, (torch.arange(157) % 3 != 0).numpy())
-    splits = dataclasses.replace(SPLITS, train=part)
-    expected = seen(feed_of(splits, data=Data(placement="disk")))
-    found = seen(feed_of(splits, layout=layout))
-    same(found, expected)
-    labels = torch.cat([batch["labels"] for batch in found])
-    assert torch.equal(labels, part.labels[torch.cat([batch["ids"] for batch in found])])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -236,18 +224,6 @@ class TestPlacement:
         assert self.place(monkeypatch, "auto", "cuda", per_image=True) == "host"
         with pytest.raises(UserError, match="each image separately"):
             self.place(monkeypatch, "device", "cuda", per_image=True)
-
-    def test_what_a_run_says(self) -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        found = Placement("host", 47_040_000, 0, 0)
-        plan, model = Plan(157, 24, 1, 2), torch.nn.Linear(1, 1)
-        lines = describe(Config(), plan, create_accelerator(Launch()), SPLITS, model, 8, found)
-        assert "input   47.0 MB in host memory, no workers, 1 thread" in lines
-        assert "model   mnist_cnn for 8x8 pixels, 2 parameters" in lines
-        torch.set_num_threads(threads)
-        assert str(Placement("disk", None, 2, 2)).startswith("on disk, 2 workers, each 2 batches ahead, ")
-        assert str(Placement("device", 3 * 10**9, 0, 0)).startswith("3.0 GB on the device, no workers")
 
 
 @pytest.mark.slow

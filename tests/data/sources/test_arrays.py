@@ -6,7 +6,6 @@ import http.server
 import os
 import pickle
 import struct
-import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -202,25 +201,3 @@ class TestDownload:
         (tmp_path / "file").touch()
         with pytest.raises(UserError, match="could not be downloaded"):
             load_splits(Data(name="mnist", root=tmp_path / "file" / "data"), 0)
-
-
-def test_cifars_archive_brought_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = torchvision.datasets.CIFAR10
-    folder = tmp_path / "made" / kind.base_folder
-    sums = {}
-    for file, _ in [*kind.train_list, *kind.test_list]:
-        write(folder, {file: pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [0, 9]})})
-        sums[file] = hashlib.md5((folder / file).read_bytes()).hexdigest()
-    write(folder, {"batches.meta": pickle.dumps({"label_names": list("abcdefghij")})})
-    (tmp_path / "data").mkdir()
-    with tarfile.open(tmp_path / "data" / kind.filename, "w:gz") as archive:
-        archive.add(folder, kind.base_folder)
-    md5 = hashlib.md5((tmp_path / "data" / kind.filename).read_bytes()).hexdigest()
-    monkeypatch.setattr(kind, "url", "http://127.0.0.1:9/nothing.tar.gz")
-    monkeypatch.setattr(kind, "tgz_md5", md5)
-    for list_name in ("train_list", "test_list"):
-        monkeypatch.setattr(kind, list_name, [[file, sums[file]] for file, _ in getattr(kind, list_name)])
-    meta_md5 = hashlib.md5((folder / "batches.meta").read_bytes()).hexdigest()
-    monkeypatch.setattr(kind, "meta", kind.meta | {"md5": meta_md5})
-    found = load_splits(Data(name="cifar10", root=tmp_path / "data"), 0)
-    assert (len(found.train), len(found.test), found.classes[9]) == (10, 2, "j")

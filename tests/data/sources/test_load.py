@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.load import known_sources, load_splits
+from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError
 
 
@@ -36,10 +36,6 @@ def test_data_of_ones_own_without_its_name_is_not_replaced_by_digits(root: str, 
 def test_data_without_columns(option: str) -> None:
     with pytest.raises(UserError, match=f"--data.{option.replace('_', '-')} x: only csv and hfds/NAME have"):
         load_splits(Data(**{option: "x"}), 0)  # type: ignore[arg-type]
-
-
-def test_known_sources() -> None:
-    assert {"digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "folder", "synthetic"} <= set(known_sources())
 
 
 @pytest.mark.slow

@@ -225,56 +225,6 @@ class TestErase:
 
 
 class TestMixing:
-    @pytest.mark.parametrize("mixing", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}])
-    @pytest.mark.parametrize("probability", [1.0, 0.5])
-    def test_pixels_and_targets_are_shares_of_two_neighbours(self, mixing: dict, probability: float) -> None:
-        batch = batch_of(slice(300))
-        plain = created()(batch)[0]
-        partner = plain.view(150, 2, *plain.shape[1:]).flip(1).flatten(0, 1)
-        other = LABELS[:300].view(150, 2).flip(1).flatten()
-        found, targets = created(mix_probability=probability, **mixing)(batch)
-        assert targets.dtype == torch.float32 and targets.shape == (300, CLASSES)
-        assert torch.allclose(targets.sum(1), torch.ones(300), atol=1e-6)
-        assert targets.min() >= 0
-        kinds = {"plain": 0, "mixup": 0, "cutmix": 0}
-        for at in range(300):
-            own, label, second = plain[at], int(LABELS[at]), int(other[at])
-            share = 1 - float(targets[at, second]) if label != second else None
-            from_partner = (found[at] == partner[at]).all(0)
-            from_own = (found[at] == own).all(0)
-            if bool(from_own.all()):
-                kinds["plain"] += 1
-                assert share is None or share == 1
-            elif bool((from_partner | from_own).all()):  # a box
-                kinds["cutmix"] += 1
-                area = float((~from_own).float().mean())
-                assert share is None or share == pytest.approx(1 - area, abs=1e-6)
-                box = ~from_own
-                assert int(box.sum()) == int(box.any(0).sum() * box.any(1).sum())
-            else:
-                kinds["mixup"] += 1
-                if share is not None:
-                    expected = own * share + partner[at] * (1 - share)
-                    assert torch.allclose(found[at], expected, atol=1e-4)
-        if probability == 1:
-            assert kinds["plain"] < 60  # boxes of no area, shares near 1
-        else:
-            assert 100 < kinds["plain"] < 220
-        for kind in ("mixup", "cutmix"):
-            assert bool(kinds[kind]) == (kind in mixing)
-        if len(mixing) == 2 and probability == 1:
-            assert kinds["mixup"] > 90 and kinds["cutmix"] > 90
-
-    @pytest.mark.parametrize("mixing", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}])
-    def test_the_same_for_any_even_slices_of_a_window(self, mixing: dict) -> None:
-        transform = created(mix_probability=0.7, **ALL, **mixing)
-        batch = batch_of(slice(300), padding=3)
-        whole, targets = transform(batch)
-        for size in (2, 4, 10, 60, 150):
-            parts = [transform({k: v[at : at + size] for k, v in batch.items()}) for at in range(0, 300, size)]
-            assert torch.equal(torch.cat([images for images, _ in parts]), whole)
-            assert torch.equal(torch.cat([shares for _, shares in parts]), targets)
-
     @pytest.mark.parametrize("mixing", [{"mixup": 0.4}, {"cutmix": 1.0}])
     def test_a_sample_beside_padding_stays_as_it_is(self, mixing: dict) -> None:
         batch = batch_of(slice(10), padding=3)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -57,31 +55,6 @@ def test_a_policy_is_timms_own_with_the_samples_random_numbers(
             expected = step(v2.functional.to_pil_image(image))
             assert torch.equal(ours, v2.functional.pil_to_tensor(expected))
     assert sum(not torch.equal(ours, image) for ours, image in zip(found, IMAGES, strict=True)) > COUNT // 3
-
-
-EVERYTHING: dict[str, dict[str, Any]] = {
-    **{policy: {"policy": policy} for policy in TIMM},
-    "random interpolation": {"train_interpolation": "random", "crop": "resized"},
-    "all": {"policy": "rand-m9", "crop": "resized", "train_interpolation": "random", "flip": 0.5},
-}
-
-
-@pytest.mark.parametrize("name", EVERYTHING)
-def test_it_depends_on_the_key_alone_and_leaves_no_trace(name: str) -> None:
-    whole = transformed(**EVERYTHING[name])
-    random.seed(5)
-    np.random.seed(6)
-    torch.manual_seed(7)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
-    order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(1))
-    transform = pickle.loads(pickle.dumps(ImageTransform(  # as a data worker has it
-        Augment(resize=SIZE, **EVERYTHING[name]), SIZE, training=True, mean=MEAN
-    )))  # fmt: skip
-    for start in range(0, COUNT, 5):
-        some = order[start : start + 5]
-        assert torch.equal(transform([IMAGES[i] for i in some.tolist()], KEYS[some]), whole[some])
-    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
-    assert before == after
 
 
 def test_grey_images_have_timms_policies_too() -> None:

@@ -100,19 +100,13 @@ class TestTree:
             assert pool.map(values, [source, source]) == [expected, expected]
         assert values(pickle.loads(pickle.dumps(source))) == expected
 
-    def test_a_file_cut_short(self, tmp_path: Path) -> None:
-        path = pack(tmp_path / "s.tar", {f"{k}/{i}.png": image(i, (300, 300)) for k in "ab" for i in range(9)})
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        with pytest.raises(UserError, match=r"s.tar cannot be read .* complete and not compressed"):
-            load(path)
-
     def test_wherever_it_is_cut_it_is_not_taken_as_whole(self, tmp_path: Path) -> None:
         path = pack(tmp_path / "s.tar", {f"{k}/{i}.png": image(i) for k in "ab" for i in range(3)} | {"notes": b"x"})
         content = path.read_bytes()
         end = len(content.rstrip(b"\0")) // 512 * 512 + 512  # of the last file
         for cut in (*range(1, end, 97), *range(512, end, 512), end, end + 511):
             path.write_bytes(content[:cut])
-            with pytest.raises(UserError, match=r"s.tar cannot be read"):
+            with pytest.raises(UserError, match=r"s.tar cannot be read .* complete and not compressed"):
                 load(path)
         for cut in (end + 512, end + 1024, len(content)):  # all files are whole
             path.write_bytes(content[:cut])
