@@ -194,7 +194,7 @@ def check_data(
 
 
 def shards(data: Any, output: str | Path, **options: Any) -> ShardsResult:
-    """Write a data set, `data` as `train` takes it, as WebDataset shards into `output`: see data/tools/shards.py."""
+    """Write a data set, `data` as `train` takes it, as WebDataset shards into `output`: see tools/shards.py."""
     prepare_environment()
     from accel_train.tools.shards import write_shards
 

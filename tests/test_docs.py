@@ -211,10 +211,18 @@ def test_a_slip_in_a_command_is_found(command: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_each_link_leads_somewhere(page: str) -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
+def test_each_path_exists(page: str) -> None:
+    """Links, and `code` that is a path of the repository or of the package, from its root or from a package of it."""
+    text = (ROOT / page).read_text()
     built = BUILT if page.startswith("docs/") else ()  # on the site, but not in the repository
-    assert [link for link in links if link not in built and not ((ROOT / page).parent / link).exists()] == []
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    lost = [link for link in links if link not in built and not ((ROOT / page).parent / link).exists()]
+    folders = {path.name for top in (ROOT, ROOT / "accel_train") for path in top.iterdir() if path.is_dir()} - {"runs"}
+    for path in re.findall(r"`([\w.-]+/[\w./-]*)`", text.split("## Other trainers")[0]):
+        is_ours = path.partition("/")[0] in folders and not re.search("NAME|PACKAGE|FILE", path)
+        if is_ours and not any((top / path).exists() for top in (ROOT, ROOT / "accel_train")):
+            lost.append(path)
+    assert lost == []
 
 
 def run_commands(folder: Path) -> list[tuple[list[str], int]]:

@@ -1,4 +1,4 @@
-"""evaluate.py: each sample of a split counts exactly once, whatever its batch; real splits are in tests/analysis."""
+"""evaluate.py: each sample of a split counts exactly once, whatever its batch; real splits are in tests/tools."""
 
 from __future__ import annotations
 
