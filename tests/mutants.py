@@ -174,7 +174,7 @@ MUTANTS = [
     Mutant(NONFINITE, "if policy == \"stop\" or broken:", "if policy == \"stop\":",
            "run/test_nonfinite.py", "a broken model is not skipped for ever"),
     Mutant("records/summary.py", "\"--output-dir\", str(run), *options", "*options",
-           "records/test_relaunch.py", "the command that resumes a run names its directory"),
+           "records/test_summary.py", "the command that resumes a run names its directory"),
     Mutant(RUN, "            self.meter.discard()", "            self.meter.commit()",
            "run/test_end_update.py", "a skipped update does not count in the training's figures"),
     Mutant(RUN, "self.save_is_due and not ends_epoch", "self.save_is_due",

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
-import helpers
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,66 +93,3 @@ def test_a_start_that_begins_anew_forgets_the_others(tmp_path: Path) -> None:
 
 def test_durations_in_words() -> None:
     assert [duration(seconds) for seconds in (4.21, 190, 7500)] == ["4.2 s", "3 min 10 s", "2 h 05 min"]
-
-
-SLOW_NET = """
-import time
-from torch import nn
-
-class Slow(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.layer = nn.Linear(64, num_classes)
-
-    def forward(self, x):
-        time.sleep(0.02)
-        return self.layer(x.flatten(1))
-
-def net(num_classes, in_chans, image_size):
-    return Slow(num_classes)
-"""
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_three_times(tmp_path: Path) -> None:
-    """An update takes 20 ms and a bit; killed each time two to four seconds after a save, and started three later."""
-    (tmp_path / "mine.py").write_text(SLOW_NET)
-    words = ["digits", "--model.name", f"{tmp_path / 'mine.py'}:net", "--epochs", "36", "--eval-every-epochs", "36"]
-    words += [
-        "--checkpoint.every-updates",
-        "300",
-        "--checkpoint.every-epochs",
-        "36",
-        "--output-dir",
-        str(tmp_path / "run"),
-    ]
-    helpers.python("-c", "")  # the server that forks the programs has imported torch now
-    run, gaps, lost, began = tmp_path / "run", 0.0, 0, time.time()
-
-    def update() -> int:
-        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
-        return max([json.loads(line).get("update", 0) for line in lines if line.endswith("}")], default=0)
-
-    for kill in (500, 740, 1000):
-        with helpers.started(run, *words) as training:
-            training.until(lambda kill=kill: update() >= kill)  # type: ignore[misc]
-            training.popen.kill()
-            training.popen.wait()
-        lost += update() - kill // 300 * 300
-        killed = time.time()
-        time.sleep(3)
-        gaps += time.time() - killed
-    done = helpers.run(*words, "--output-dir", run)
-    wall = time.time() - began
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((run / "result.json").read_text())
-    cost, an_update = result["cost"], result["train_seconds"] / result["updates"]
-    assert (cost["starts"], cost["complete"]) == (4, True)
-    assert cost["wall_seconds"] == pytest.approx(wall, abs=3)
-    # What a killed start did in its last two seconds nobody has written down: it counts as time between starts.
-    assert 0 <= cost["between_seconds"] - gaps < 3 * 3.5
-    assert -3 * 2.5 < cost["repeated_seconds"] - lost * an_update < 1
-    assert cost["training_seconds"] == pytest.approx(result["train_seconds"], rel=0.1)
-    names = ("starting", "training", "evaluating", "saving", "repeated", "between")
-    assert sum(cost[f"{name}_seconds"] for name in names) == pytest.approx(cost["wall_seconds"], abs=1)
-    assert "in 4 starts" in done.stdout

@@ -28,7 +28,6 @@ from accel_train.records.metrics import (
     highest,
     macro_f1,
     mean_average_precision,
-    mean_metrics,
     micro_average_precision,
     micro_f1,
     same,
@@ -123,13 +122,6 @@ def test_the_console_shows_headlines_only() -> None:
     assert headlines(figures) == {"loss": "0.2500", "accuracy": "50.00%"}
     figures = {"loss": 0.25, "map": 0.5, "micro_map": 0.75, "f1": 0.125, "micro_f1": 0.25}
     assert headlines(figures) == {"loss": "0.2500", "map": "50.00%", "f1": "12.50%"}
-
-
-def test_accuracy_is_never_above_top_5_also_for_equal_logits() -> None:
-    logits, labels = torch.zeros(10, 10), torch.arange(10)
-    hits = {metric.name: metric.score(metric.predict(logits), labels) for metric in mean_metrics()[1:]}
-    assert bool((hits["accuracy"] <= hits["top5_accuracy"]).all())
-    assert (int(hits["accuracy"].sum()), int(hits["top5_accuracy"].sum())) == (1, 5)
 
 
 def test_of_equal_logits_the_first_class_is_the_predicted_one() -> None:

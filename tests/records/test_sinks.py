@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,24 +17,19 @@ import torch
 from safetensors.torch import load_file
 
 from accel_train.config.schema import Config
-from accel_train.records import events
 from accel_train.records.cost import read_starts
 from accel_train.records.directory import RunDirectory
 from accel_train.records.events import (
-    Ended,
     Evaluated,
     Event,
     Logged,
     MetricsLines,
     Noted,
     Rewound,
-    Said,
     Started,
     Status,
     Stream,
-    UpdateDone,
     Warned,
-    line_of,
 )
 from accel_train.records.trackers import Trackers
 from accel_train.run.run import create_sinks
@@ -202,11 +196,6 @@ def test_the_order_is_the_declared_one(tmp_path: Path) -> None:
     assert create_sinks(setup, RunDirectory(tmp_path, writes=False), *others) == []  # another process's
 
 
-def test_what_is_only_for_the_screen_has_no_line() -> None:
-    for event in (Said(("a line",)), UpdateDone(1, 1, 0.0, None, False), Ended(1, "finished", "all", {}, {})):
-        assert line_of(event) is None
-
-
 def test_a_line_has_the_time_of_its_event_and_nan_is_null(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, writes=True)
     sinks = Stream([MetricsLines(directory), Status(directory)])
@@ -238,13 +227,3 @@ def test_going_back_removes_the_lines_of_what_comes_again(tmp_path: Path) -> Non
     assert [event.text for _, event in heard if isinstance(event, Warned)] == [
         "metrics.jsonl: 1 damaged line moved to metrics.damaged.jsonl"
     ]
-
-
-def test_no_event_has_a_value_that_is_on_a_device() -> None:
-    """They are declared as plain numbers, texts and mappings of these."""
-    declared = {name for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)
-                for name in map(str, getattr(kind, "__annotations__", {}).values())}  # fmt: skip
-    plain = {"int", "float", "str", "bool", "Path", "None", "Any", "tuple", "Mapping", "ClassVar"}
-    words = {word for text in declared for word in text.replace("[", " ").replace("]", " ").replace(",", " ").split()}
-    assert words - plain == {"|", "..."}
-    assert asdict(Rewound(1, True, time=0.0)) == {"time": 0.0, "update": 1, "evaluated": True}

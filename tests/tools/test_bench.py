@@ -66,17 +66,6 @@ def test_two_processes_train_several_times(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
-@pytest.mark.ci
-def test_synthetic_images_in_place_of_a_set_that_is_not_there(tmp_path: Path) -> None:
-    output = tmp_path / "figures.json"
-    words = ("--data.name", "synthetic", "--data.channels", 1, "--model.image-size", 28, "--output", output)
-    done = bench("mnist_cnn", *words, "--rounds", 1, "--updates", 2)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(output.read_text())
-    check(figures, rounds=1)
-    assert figures["batch_size"] == 64
-
-
 def test_what_cannot_be_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, messages in (
         ("mnist", ["unknown recipe 'mnist'", "mnist_cnn"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -62,11 +61,6 @@ def test_it_ends_in_time_and_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     assert set(results) == {"a", "b", "c", "d"} and results["b"]["took"] == 20
 
 
-def test_it_has_no_time_at_all(tmp_path: Path) -> None:
-    clock = Clock()
-    assert gpu.run_steps([clock.step("a", 1)], 0, tmp_path / "gpu.json", lambda done: None, clock) == {}
-
-
 @pytest.mark.parametrize(
     ("cases", "message"),
     [
@@ -87,17 +81,6 @@ def test_tests_that_ran_are_counted(tmp_path: Path) -> None:
     report = tmp_path / "tests.xml"
     report.write_text('<testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase></testsuite>')
     assert gpu.judge_tests(report) == {"passed": 1, "skipped": 1}
-
-
-def test_the_table_has_limit_and_trainer(tmp_path: Path) -> None:
-    def rate(median: float) -> dict[str, float]:
-        return {"median": median, "low": median, "high": median}
-
-    speed = {"limit": rate(1600), "input": rate(1), "trainer": rate(1200)}
-    one = {"batch_size": 8, "precision": "bf16", "images_per_second": speed, "ratios": {"trainer/limit": rate(0.75)}}
-    gpu.write_page(argparse.Namespace(recipes=("a",), output=tmp_path, rounds=1), {"speed of a": one})
-    cells = [line.strip("| ").split(" | ") for line in (tmp_path / "gpu.md").read_text().splitlines()]
-    assert ["a, batch 8, bf16", "1,600", "1,200", "0.750 (0.750 to 0.750)"] in cells
 
 
 LINES = {

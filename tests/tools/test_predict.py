@@ -179,19 +179,6 @@ def test_an_image_to_try_is_a_file_where_the_data_has_files(tmp_path: Path) -> N
     assert path is not None and path.is_file() and path.parent == tmp_path / "examples"
 
 
-def test_csv(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    digit(5).save(tmp_path / 'a, "b".png')
-    output = tmp_path / "new" / "found.csv"
-    words = ["predict", str(alone), str(tmp_path / 'a, "b".png'), "--top-k", "2", "--output", str(output)]
-    assert cli.main(words) == 0
-    assert capsys.readouterr().out == f"1 image: {output}\n"
-    head, *rows = csv.reader(output.open(newline=""))
-    assert head == ["image", "rank", "class", "probability", "error"]
-    assert [row[:2] for row in rows] == [[str(tmp_path / 'a, "b".png'), rank] for rank in ("1", "2")]
-    assert 1 >= float(rows[0][3]) > float(rows[1][3]) >= 0
-    assert [path.name for path in output.parent.iterdir()] == ["found.csv"]
-
-
 def test_a_row_for_each_image_that_is_given(alone: Path, tmp_path: Path) -> None:
     digit(5).save(tmp_path / "good.png")
     (tmp_path / "empty.png").touch()
@@ -209,35 +196,6 @@ def test_a_row_for_each_image_that_is_given(alone: Path, tmp_path: Path) -> None
     assert [(row["rank"], bool(row["class"]), row["error"]) for row in rows] == [
         ("1", True, ""), ("", False, "the file is empty"), ("1", True, ""),
     ]  # fmt: skip
-
-
-def test_options_may_come_first(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    digit(5).save(tmp_path / "5.png")
-    digit(6).save(tmp_path / "6.png")
-    one, two = str(tmp_path / "5.png"), str(tmp_path / "6.png")
-    printed = []
-    for words in (
-        [str(alone), one, two, "--top-k", "2"],
-        ["--top-k", "2", str(alone), one, two],
-        ["--top-k=2", str(alone), one, "--batch-size", "3", two],
-    ):
-        assert cli.main(["predict", *words]) == 0
-        printed.append(capsys.readouterr().out)
-    assert len(set(printed)) == 1 and len(printed[0].splitlines()) == 5
-
-
-def test_raw_weights_and_checkpoints_do_as_well(
-    alone: Path, digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    digit(5).save(tmp_path / "5.png")
-    (alone / "ema.safetensors").unlink()
-    assert cli.main(["predict", str(alone), str(tmp_path / "5.png")]) == 0
-    assert capsys.readouterr().err.startswith(f"digits_cnn, weights: {alone}/model.safetensors\n")
-    (alone / "model.safetensors").unlink()
-    (newest,) = sorted((digits_run / "checkpoints").iterdir())[-1:]
-    shutil.copytree(newest, alone / "checkpoints" / newest.name)
-    assert cli.main(["predict", str(alone), str(tmp_path / "5.png")]) == 0
-    assert f"{newest.name}/ema.safetensors (EMA)" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_told_in_a_line(

@@ -80,23 +80,6 @@ def test_a_program_that_ends_before_the_goal_ends_the_race(tmp_path: Path) -> No
         race.race(racers(tmp_path, "end"), seed=0, goal=0.5, images=None)
 
 
-def test_the_table_compares_seed_by_seed() -> None:
-    def tests(*seconds: float) -> list[race.Test]:
-        return [race.Test(epoch, 0.98 + epoch / 1000, each) for epoch, each in enumerate(seconds, 1)]
-
-    results = [
-        {"accel_train": tests(10.0), "tutorial": tests(15.0, 30.0)},
-        {"accel_train": tests(10.0, 20.0), "tutorial": tests(16.0)},
-        {"accel_train": tests(11.0), "tutorial": tests(16.5)},
-    ]
-    head, rows = race.rows(race.summary(results))
-    assert all(len(row) == len(head) for row in rows)
-    assert rows == [
-        ["accel_train, `mnist_cnn`", "11.0 (10.0 to 20.0)", "", "1, 2, 1", "98.10%", "10.0"],
-        ["tutorial script", "16.5 (16.0 to 30.0)", "1.50x (1.15 to 2.25)", "2, 1, 1", "98.10%", "16.0"],
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_all_programs_run_and_are_ended_by_their_first_test() -> None:
@@ -105,8 +88,3 @@ def test_all_programs_run_and_are_ended_by_their_first_test() -> None:
     assert done.returncode == 0, done.stderr
     for name in ("accel_train", "mnist_fast", "tutorial", "timm"):
         assert f"seed 0: {name} " in done.stdout, done.stdout
-
-
-def test_without_mnist_the_race_says_what_it_needs(tmp_path: Path) -> None:
-    done = helpers.python(helpers.ROOT / "benchmarks" / "race.py", "--data-root", tmp_path)
-    assert (done.returncode, done.stderr.strip().count("\n")) == (1, 0) and "give --data-root FOLDER" in done.stderr

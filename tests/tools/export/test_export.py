@@ -105,7 +105,7 @@ def test_onnx_of_the_digits(digits: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "exponential moving average" in card
     result = json.loads((digits / "result.json").read_text())
     assert f"- accuracy: {result['ema_test_accuracy']:.2%}\n" in card
-    assert "ema.enabled True" in card
+    assert "- ema.enabled: True\n" in card
     assert str(digits) not in card
 
 

@@ -70,17 +70,6 @@ def test_nothing_overflows(tmp_path: Path, count: int, dark: bool) -> None:
         assert light != dark
 
 
-def test_the_letters_of_all_curves_have_one_size(tmp_path: Path) -> None:
-    script = """[...document.querySelectorAll("#curves svg")].map(chart => {
-        const scale = chart.getBoundingClientRect().width / chart.viewBox.baseVal.width;
-        const sizes = [...chart.querySelectorAll("text")].map(text => parseFloat(getComputedStyle(text).fontSize));
-        return scale * Math.min(...sizes)})"""
-    page = page_with(2)
-    for width in (390, 900, 1100, 1440):
-        sizes = in_browser(page, tmp_path, width, script)
-        assert len(sizes) == 5 and min(sizes) >= 8 and max(sizes) <= 1.1 * min(sizes), (width, sizes)
-
-
 def test_a_probe_that_cannot_fail_would_prove_nothing(tmp_path: Path) -> None:
     page = page_of_run(made_up_run(train=[1.0]), {}, [], [])
     broken = page.replace("<header>", '<header><div style="width: 3000px">wide</div>', 1)

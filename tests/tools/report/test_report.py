@@ -21,9 +21,8 @@ from sklearn.metrics import precision_recall_fscore_support as figures_of_classe
 
 from accel_train import cli
 from accel_train.errors import COMMANDS, one_line
-from accel_train.tools.evaluate_run import read_predictions, single_label_metrics, softmax
-from accel_train.tools.report.page import Picture, page_of_run
-from accel_train.tools.report.records import RunRecords, read_run
+from accel_train.tools.evaluate_run import read_predictions, softmax
+from accel_train.tools.report.records import read_run
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -193,40 +192,6 @@ def test_any_name_of_a_run_is_shown_as_it_is(
     assert one_line(name) in unescape(section((tmp_path / "page.html").read_text(), "runs"))
     assert one_line(name) in (tmp_path / "page.csv").read_text()
     assert not COMMANDS.search(capsys.readouterr().out.replace("\n", ""))
-
-
-@pytest.mark.ci
-def test_classes_without_an_image_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    words = ["--epochs", "1", "--data.test-limit", "4", "--output-dir", str(run)]
-    assert cli.main(["train", "digits", *words]) == 0
-    assert cli.main(["report", str(run)]) == 0
-    found = section((run / "report.html").read_text(), "classes")
-    head, *table = rows(found)
-    counts = {row[0]: row[head.index("test images") :] for row in table}
-    empty = [name for name, cells in counts.items() if cells[0] == "0"]
-    assert len(counts) == 10 and 6 <= len(empty) < 10
-    assert all(counts[name] == ["0", "\u2013", "\u2013", "", "\u2013"] for name in empty)
-    assert f"No test images: {', '.join(empty)} ({len(empty)} of 10 classes)." in found
-
-
-@pytest.mark.slow
-def test_a_thousand_classes_stay_below_5_mb(run: Path) -> None:
-    real, numbers = read_run(run), np.random.default_rng(0)
-    labels = numbers.integers(1000, size=20_000)
-    logits = numbers.normal(size=(20_000, 1000)).astype(np.float32)
-    logits[np.arange(20_000), labels] += 3
-    classes = tuple(f"class number {number}, with a long name" for number in range(1000))
-    confusion = confusion_matrix(labels, logits.argmax(1), labels=range(1000)).tolist()
-    figures = single_label_metrics(logits, labels) | {"weights": "w", "loss": 1.0, "accuracy": 0.5, "count": 20_000}
-    evaluation = {"split": "test", "model": figures | {"confusion": confusion, "top5_accuracy": 0.9}}
-    info = type(real.info)(**{**vars(real.info), "classes": classes})
-    many = RunRecords(real.path, real.config, info, real.result, real.status, real.environment, real.lines)
-    uri = "data:image/jpeg;base64," + "A" * 40_000  # a photograph of 224 pixels and more
-    pictures = [Picture("a/b.jpg", uri, "x (90%)", "y (1%)", 3.0)] * 20
-    page = page_of_run(many, evaluation, pictures, [])
-    assert len(page.encode()) < 5_000_000
-    assert "Most often confused" in page and '<table class="heat">' not in page
 
 
 def test_a_stopped_run_without_data_has_a_report_too(run: Path, tmp_path: Path) -> None:
