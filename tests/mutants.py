@@ -244,7 +244,7 @@ MUTANTS = [
     Mutant(PARAMETERS, "area = 0.02 + draws[1] * (0.33 - 0.02)", "area = 0.02 + draws[1] ** 2 * (0.33 - 0.02)",
            "data/transforms/test_boxes.py", "random erasing: the area is uniform from 2 to 33 %"),
     Mutant(PARAMETERS, "ratio = torch.exp((draws[2] * 2 - 1) * math.log(1 / 0.3))", "ratio = 0.3 + draws[2] * (1 / 0.3 - 0.3)",
-           "data/transforms/test_batch.py", "random erasing: tall boxes are as frequent as wide ones"),
+           "data/transforms/test_boxes.py", "random erasing: tall boxes are as frequent as wide ones"),
     Mutant(PARAMETERS, "+ 2 * self.pad - size + 1  #", "+ 2 * self.pad - size  #",
            "data/transforms/test_batch.py", "a crop reaches every offset"),
     Mutant(BATCH, "own * share[:, None] + _swapped(own) * rest[:, None]", "own * rest[:, None] + _swapped(own) * share[:, None]",

@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 
 from accel_train.config.schema import Augment, Data
-from accel_train.data import loading
 from accel_train.data.loading import create_loader
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
@@ -64,25 +63,3 @@ def test_cores_are_divided_among_those_that_may_use_them() -> None:
     assert share_of_cores(bound[1], bound) == 4
     sockets = [set(range(8)), set(range(8)), set(range(8, 16))]
     assert [share_of_cores(each, sockets) for each in sockets] == [4, 4, 8]
-
-
-class TwoProcesses:
-    """The part of an Accelerator that dividing the cores needs."""
-
-    num_processes = 2
-
-
-def test_the_processes_exchange_their_cores_once_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchanges = []
-
-    def gather(own: list[tuple[str, set[int]]]) -> list[tuple[str, set[int]]]:
-        exchanges.append(own)
-        return own * 2
-
-    monkeypatch.setattr(loading, "gather_object", gather)
-    monkeypatch.setattr(loading, "core_set", lambda: set(range(8)))
-    accelerator, of_the_next_run = TwoProcesses(), TwoProcesses()
-    assert [loading._cores(accelerator) for _ in range(3)] == [4, 4, 4]
-    assert len(exchanges) == 1
-    loading._cores(of_the_next_run)
-    assert len(exchanges) == 2

@@ -1,7 +1,6 @@
 """Synthetic images."""
 
 import pickle
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -66,8 +65,3 @@ def test_it_can_be_learned() -> None:
     train, test = (source.fetch(range(len(source))).flatten(1).numpy() / 255 for source in (found.train, found.test))
     model = LogisticRegression(max_iter=200).fit(train, found.train.labels)
     assert model.score(test, found.test.labels) > 0.95
-
-
-def test_classes_are_patterns_apart() -> None:
-    patterns = synthetic().train.patterns
-    assert all(not torch.equal(one, other) for one, other in pairwise(patterns))

@@ -197,7 +197,7 @@ class TestResize:
 
 
 class TestErase:
-    def test_boxes_lie_inside_and_have_the_papers_area_and_ratio(self) -> None:
+    def test_one_rectangle_is_erased_as_often_as_asked_and_anywhere(self) -> None:
         count, size = 4000, 32
         images = torch.full((count, 3, size, size), 255, dtype=torch.uint8)
         batch = {"images": images, "labels": torch.zeros(count).long()}
@@ -213,10 +213,6 @@ class TestErase:
         for sides in (rows, columns):  # in one piece
             assert int((sides[:, 1:] & ~sides[:, :-1]).sum(1).add(sides[:, 0]).max()) == 1
         assert rows.any(0).all() and columns.any(0).all()  # and anywhere
-        area, ratio = heights * widths / size**2, heights / widths
-        assert 0.01 < area.min() < 0.03 and 0.28 < area.max() < 0.35
-        assert 0.2 < ratio.min() < 0.4 and 2.5 < ratio.max() < 5
-        assert abs(float(ratio.log().mean())) < 0.06
 
     def test_never_and_always(self) -> None:
         plain = created()(batch_of())[0]

@@ -17,18 +17,15 @@ from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.loading import create_input_pipeline, create_loader
+from accel_train.config.schema import Augment, Data
+from accel_train.data.loading import create_loader
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
+from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.files.images import ImageError, LazyImage
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.data.transforms.image import ImageTransform, center_cropped, crop_boxes, resized_to_short_side
 from accel_train.data.transforms.parameters import resize_default
-from accel_train.errors import UserError
 from accel_train.keyed import hashed, key
-from accel_train.launch.accelerator import create_accelerator
-from accel_train.launch.environment import Launch
 
 NUMBERS = torch.Generator().manual_seed(0)
 SHAPES = [(3, 40, 40), (3, 31, 57), (3, 64, 33), (3, 20, 90)] * 6
@@ -281,17 +278,6 @@ class TestLoader:
             epochs.append([torch.cat([batch[name] for batch in batches]) for name in ("ids", "keys", "images")])
         assert all(torch.equal(first, third) for first, third in zip(epochs[0], epochs[2], strict=True))
         assert not any(torch.equal(first, second) for first, second in zip(epochs[0], epochs[1], strict=True))
-
-    @pytest.mark.parametrize("training", [True, False])
-    def test_a_resize_to_less_than_the_input_is_an_error(self, training: bool) -> None:
-        config = Config(augment=Augment(resize=7))
-        splits = load_splits(config.data, 0)
-        accelerator = create_accelerator(Launch())
-        order = TrainingSampler(Plan(len(splits.train), 64, 1, 1), 0) if training else EvaluationSampler(10, 10)
-        with pytest.raises(
-            UserError, match=r"--augment\.resize: found 7, but the model's input has 8 pixels; use 8 or more"
-        ):
-            create_input_pipeline(config, splits, splits.train, order, accelerator, training=training, size=8)
 
 
 @pytest.mark.parametrize(

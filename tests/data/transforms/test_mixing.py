@@ -113,11 +113,3 @@ def test_padding_is_mixed_with_nothing(mode: str) -> None:
     draw = AugmentParameters(Augment(mixup=1.0, mix_mode=mode), SIZE, per_image=False, virtual_batch=8)  # type: ignore[arg-type]
     found = shares(draw(KEYS, weights))
     assert (found[:20] < 1).all() and (found[20:] == 1).all()
-
-
-def test_mixup_and_cutmix_are_as_probable_as_asked() -> None:
-    keys = hashed(key(6, 0, "augment"), torch.arange(20000))
-    parameters = AugmentParameters(Augment(**BOTH, mix_mode="elem"), 64, per_image=False)(keys, torch.ones(len(keys)))
-    assert parameters[:, Column.CUT].float().mean() == pytest.approx(0.5, abs=0.015)
-    mixup = parameters[:, Column.CUT] == 0
-    assert (shares(parameters[mixup]) < 1).mean() == pytest.approx(BOTH["mix_probability"], abs=0.02)
