@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import helpers
@@ -85,25 +84,17 @@ def images_of(run: Path) -> list[Path]:
     return sorted((run / "examples").glob("*.png"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("processes", "workers", "kills", "epochs"),
-    [
-        pytest.param((2, 1), 1, 2, 6, marks=pytest.mark.slow),
-        pytest.param((2, 4, 1), 2, 10, 30, marks=(pytest.mark.slow, pytest.mark.timeout(3600))),
-    ],
-)
-def test_it_is_resumed_bitwise_on_other_processes_after_kills(
-    recipe: Path, tmp_path: Path, processes: Sequence[int], workers: int, kills: int, epochs: int
-) -> None:
-    words = (recipe, "--epochs", epochs, "--bitwise", "true")
+def test_it_is_resumed_bitwise_on_other_processes_after_kills(recipe: Path, tmp_path: Path) -> None:
+    words = (recipe, "--epochs", 6, "--bitwise", "true")
     whole, run = tmp_path / "whole", tmp_path / "run"
     done = helpers.run(*words, "--data.workers", 0, "--output-dir", whole, fresh=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reading the labels of 24 test samples at each start: mine.py:data gives no `targets`" in done.stderr
     assert "mine.py:net for 12x12 pixels" in done.stdout
-    words = (*words, "--data.workers", workers)
-    killed_and_restarted(run, *words, processes=processes, kills=kills, seed=1)
+    words = (*words, "--data.workers", 1)
+    killed_and_restarted(run, *words, processes=(2, 1), kills=2, seed=1)
     assert_bitwise_equal(run, whole)
     assert json.loads((run / "result.json").read_text())["test_accuracy"] > 0.9
 
@@ -127,47 +118,20 @@ def test_a_run_s_code_runs_only_when_the_user_says_so(recipe: Path, tmp_path: Pa
         line = " ".join(str(word) for word in ("accel-train", *words, "--trust-code", "true"))
         assert f"its text is {run}/code/mine-" in refused.stderr and refused.stderr.endswith(f"that: {line}\n")
 
-    # The user's own file may have changed: the text that the run keeps is used, and its neighbours in the own folder.
+    # The user's own file may have changed: the text that the run keeps is used, also where the run has moved to.
     marker = tmp_path / "was-run"
-    trap = f"open({str(marker)!r}, 'w').close()\n" + CODE
-    code.write_text(trap)
-    for place in (run, run / "code"):
-        (place / "beside.py").write_text(trap)
+    code.write_text(f"open({str(marker)!r}, 'w').close()\n" + CODE)
     done = program("evaluate", run, "--trust-code", "true")
     assert done.returncode == 0, done.stderr
     assert "-" in done.stdout and ":data test, 24 images" in done.stdout
-    moved = run.rename(tmp_path / "moved")
-    done = program("predict", moved, *images_of(moved), "--trust-code", "true")
+    run = run.rename(tmp_path / "moved")
+    done = program("predict", run, *images_of(run), "--trust-code", "true")
     assert done.stdout.count("%") == len(images)
-    moved.rename(run)
     shutil.rmtree(tmp_path / "own")
-    done = program("predict", run, *images, "--trust-code", "true")
+    done = program("predict", run, *images_of(run), "--trust-code", "true")
     assert done.returncode == 2  # what it imports was not kept
     assert "ModuleNotFoundError: No module named 'beside'" in done.stderr
-    (run / kept["model.name"]["kept"]).write_text(trap)
-    done = program("predict", run, *images, "--trust-code", "true")
-    assert done.returncode == 2 and "is not the text whose hash code.json records" in done.stderr
     assert not marker.exists()
-
-
-@pytest.mark.slow
-def test_a_changed_file_is_told_when_the_run_goes_on(recipe: Path, tmp_path: Path) -> None:
-    run, code = tmp_path / "run", tmp_path / "own/code/mine.py"
-    assert helpers.run(recipe, "--epochs", 1, "--output-dir", run).returncode == 0
-    shutil.move(tmp_path / "own", tmp_path / "moved")  # the same text in another folder is the same code
-    words = (tmp_path / "moved/recipe.yaml", "--output-dir", run, "--allow-change", "epochs")
-    done = helpers.run(*words, "--epochs", 2)
-    assert done.returncode == 0, done.stderr
-    assert "has changed since the last start" not in done.stdout + done.stderr
-    code = tmp_path / "moved/code/mine.py"
-    code.write_text(CODE.replace("Dropout(0.2)", "Dropout(0.1)"))
-    done = helpers.run(*words, "--epochs", 3, processes=2)
-    assert done.returncode == 0, done.stderr
-    output = done.stdout + done.stderr
-    assert output.count("model.name: ") == 1
-    assert f"model.name: {code} has changed since the last start of this run. From update 12 on the new" in output
-    recorded = json.loads((run / "code.json").read_text())["model.name"]
-    assert "Dropout(0.1)" in (run / recorded["kept"]).read_text()
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,9 @@ def test_a_start_tells_of_changed_code_and_of_a_changed_module_that_it_imports(t
     text = f'model: {{name: "{own}/mine.py:net"}}'
     assert write_run(run, text) == []
     assert write_run(run, text, update=4) == []
+    own = own.rename(tmp_path / "moved")  # the same text in another folder is the same code
+    text = f'model: {{name: "{own}/mine.py:net"}}'
+    assert write_run(run, text, update=6) == []
     (own / "beside_two.py").write_text("width = 8\n")
     (note,) = write_run(run, text, update=8)
     assert "model.name: beside_two, which mine.py imports, has changed since the last start of this run" in note
