@@ -10,11 +10,10 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
 
 from accel_train.checkpoint.directory import Snapshot, checkpoint_path, epochs_done, list_updates, versions
 from accel_train.checkpoint.reading import check_same_model
@@ -34,6 +33,9 @@ from accel_train.errors import UserError
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.ownership.lease import Lease
 from accel_train.user_code.reference import parse_reference
+
+if TYPE_CHECKING:  # it imports torch's launcher, too
+    from torch.distributed.checkpoint.stateful import Stateful
 
 DECAYS = ("weight-decay", "decay-all", "norm-weight-decay")
 SCALES = ("layer-decay", "head-lr")

@@ -17,11 +17,10 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from accel_train.checkpoint.directory import (
@@ -52,6 +51,9 @@ from accel_train.config.compatibility import FORMAT
 from accel_train.errors import UserError, reason_of
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.ownership.lease import Lease, LostError
+
+if TYPE_CHECKING:  # it imports torch's launcher, too
+    from torch.distributed.checkpoint.stateful import Stateful
 
 
 @dataclass(frozen=True)

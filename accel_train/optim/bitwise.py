@@ -42,7 +42,7 @@ def use_deterministic_kernels(config: Config, accelerator: Accelerator) -> None:
         if config.model.sync_batchnorm and accelerator.device.type == "cuda":
             raise UserError("--bitwise: model.sync-batchnorm sums over the processes in floats: set it to false.")
         compute_deterministically(accelerator, "--bitwise")
-    else:
+    elif torch.are_deterministic_algorithms_enabled():  # by an earlier run; to ask for it imports torch's compiler
         torch.use_deterministic_algorithms(False)
 
 
