@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from accel_train.checkpoint.reading import RunWeights, weights_of_run
 from accel_train.checkpoint.state_dict import broadcast_weights, named_tensors
-from accel_train.config.schema import Config, as_dict
+from accel_train.config.schema import Config, Data, as_dict
 from accel_train.data.loading import create_input_pipeline, evaluation_batch_size
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.files.encoded import EncodedImages
@@ -324,7 +324,10 @@ def evaluate_run(
         return {name: weights.file for name, weights in read.items()}
 
     files = broadcast_from_main(accelerator, look)  # of "model" and, if there is one, "ema"
-    splits = _load_data(config, info)
+    named = {word.partition("=")[0] for word in overrides}
+    # Nothing is downloaded into a folder that only somebody else's run names.
+    download = trust_code or config.data.root == Data().root or not named.isdisjoint(("--data.name", "--data.root"))
+    splits = _load_data(config, info, download=download)
     models = {name: _load(config, info, accelerator, read.get(name)) for name in files}
     _check_fit(splits, info, run)
     source = _source(splits, split, config)
@@ -412,9 +415,9 @@ def _open(run: Path, overrides: Sequence[str], *, trust_code: bool) -> tuple[Con
     return dataclasses.replace(config, augment=augment), info
 
 
-def _load_data(config: Config, info: ModelInfo) -> Splits:
+def _load_data(config: Config, info: ModelInfo, *, download: bool) -> Splits:
     """The data. Image files without a range of their own get that of the model."""
-    splits = splits_of(config)
+    splits = splits_of(config, download=download)
     if info.range is None or splits.value_range is not None:
         return splits
     if not isinstance(unwrap_subset(splits.train)[0], EncodedImages):

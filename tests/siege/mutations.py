@@ -151,7 +151,8 @@ def another_kind(victim: Victim) -> None:
         inside = [path, path.parent, victim.run]
         outside = [victim.outside / name for name in ("nothing", "precious", "folder")]
         devices = ["/dev/zero", "/dev/full", "/dev/tty", "/proc/self/mem"]
-        path.symlink_to(victim.chance.choice(victim.chance.choice([inside, outside, devices])))
+        kinds: list[list[Path] | list[str]] = [inside, outside, devices]
+        path.symlink_to(victim.chance.choice(victim.chance.choice(kinds)))
 
 
 def moved_outside(victim: Victim) -> None:

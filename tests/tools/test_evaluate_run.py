@@ -183,6 +183,19 @@ def test_figures_are_shown_even_if_they_cannot_be_written(run: Path, capsys: pyt
     assert not list(run.glob(".evaluation*"))
 
 
+def test_nothing_is_downloaded_into_a_folder_that_only_the_run_names(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, root = run / "config.yaml", tmp_path / "elsewhere"
+    text = config.read_text()
+    assert "  name: digits\n" in text and "  root: data\n" in text
+    config.write_text(
+        text.replace("  name: digits\n", "  name: mnist\n").replace("  root: data\n", f"  root: {root}\n")
+    )
+    assert f"the dataset 'mnist' is not in {root} yet" in told(capsys, str(run))
+    assert not root.exists()
+
+
 def test_the_best_checkpoint_has_a_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     older, newer = sorted((run / "checkpoints").iterdir())
     best = json.loads((newer / "state.json").read_text())["train"]["best_update"]

@@ -103,7 +103,10 @@ def torchvision_set(name: str, root: Path, *, download: bool = True) -> Splits:
     kind = getattr(torchvision.datasets, published.kind)
     splits = _load(kind, name, root)
     if splits is None and not download:
-        raise UserError(f"the dataset '{name}' is not in {root} yet; training downloads it.")
+        raise UserError(
+            f"the dataset '{name}' is not in {root} yet; training downloads it, and so does evaluate with "
+            f"--data.root {root}."
+        )
     if splits is None:
         _download(kind, name, root)
         splits = _load(kind, name, root)
