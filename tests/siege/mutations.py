@@ -150,9 +150,8 @@ def another_kind(victim: Victim) -> None:
     else:
         inside = [path, path.parent, victim.run]
         outside = [victim.outside / name for name in ("nothing", "precious", "folder")]
-        devices = ["/dev/zero", "/dev/full", "/dev/tty", "/proc/self/mem"]
-        kinds: list[list[Path] | list[str]] = [inside, outside, devices]
-        path.symlink_to(victim.chance.choice(victim.chance.choice(kinds)))
+        devices = [Path("/dev/zero"), Path("/dev/full"), Path("/dev/tty"), Path("/proc/self/mem")]
+        path.symlink_to(victim.chance.choice(victim.chance.choice([inside, outside, devices])))
 
 
 def moved_outside(victim: Victim) -> None:
