@@ -37,6 +37,8 @@ class StorageServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.log: list[tuple[str, str, int]] = []
         """(GET or HEAD, the path, the bytes that were sent of the body) of each request."""
+        self.starts: dict[str, list[int]] = {}
+        """By path: the first byte of each answer to a GET."""
         self.spans: list[tuple[float, float]] = []
         """When each request began and ended, time.monotonic()."""
         self.fault: Callable[[str, str, int], str | None] = lambda method, path, times: None
@@ -67,6 +69,7 @@ class StorageServer(ThreadingHTTPServer):
     def reset(self) -> None:
         """Count from 0."""
         self.log.clear()
+        self.starts.clear()
         self.spans.clear()
         self._times.clear()
 
@@ -132,6 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted is not None:
             first, last = int(wanted[1]), min(int(wanted[2] or last), last)
         body = content[first : last + 1]
+        if with_body:
+            server.starts.setdefault(path, []).append(first)
         self.send_response(200 if wanted is None else 206)
         self.send_header("Content-Length", str(len(body)))
         if server.tags:

@@ -94,3 +94,9 @@ def test_no_circle() -> None:
         for name in free:
             del left[name]
     assert not left, f"these import each other: {sorted(left)}"
+
+
+def test_no_two_tests_have_the_same_name() -> None:
+    """pytest imports them by their names alone."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert len(names) == len(set(names))

@@ -392,25 +392,30 @@ def staging_process(options: Data, **constants: float) -> helpers.Captured:
 
 @pytest.mark.ci
 def test_what_has_come_is_not_sent_again_after_a_kill_or_a_lost_connection(tmp_path: Path) -> None:
-    folder, parts = write_shards(tmp_path / "data", side=128), "**/*.part"
+    folder, part = write_shards(tmp_path / "data", side=128), 100_000
     with StorageServer(folder, bandwidth=1e6) as server:
         options = data(f"{server.url}/{BRACES}", tmp_path)
         for _ in range(2):
-            process, before = staging_process(options, PART=100_000), size_of(tmp_path / "stage", parts)
+            process, before = staging_process(options, PART=part), size_of(tmp_path / "stage", "**/*.part")
             deadline = time.monotonic() + 60
-            while size_of(tmp_path / "stage", parts) < before + 500_000 and time.monotonic() < deadline:
+            while size_of(tmp_path / "stage", "**/*.part") < before + 500_000 and time.monotonic() < deadline:
                 time.sleep(0.02)
             process.popen.send_signal(signal.SIGKILL)
             process.communicate()
-        there, server.bandwidth = size_of(tmp_path / "stage", f"**/*{NAME[-4:]}*"), None
-        assert there >= 1_000_000
+        there = {path.name: path.stat().st_size for path in (tmp_path / "stage").rglob(f"*{NAME[-4:]}*")}
+        assert sum(there.values()) >= 1_000_000
+        server.bandwidth = None
         server.reset()
         server.fault = lambda method, path, times: "truncated" if (method, times) == ("GET", 0) else None
-        _, stderr = (last := staging_process(options, PART=100_000)).communicate()
+        _, stderr = (last := staging_process(options, PART=part)).communicate()
         assert last.returncode == 0, stderr
         assert everything(options) == everything(Data("wds", folder))
-        lost = 7 * 100_000 + 7 * (1 << 18)  # of each file since its last flush, and what the client has not handed out
-        assert server.bytes <= size_of(folder) - there + lost
+        shards = {path.name: path.stat().st_size for path in folder.glob(f"*{NAME[-4:]}")}
+        assert {*server.starts} == {name for name, size in shards.items() if there.get(name) != size}
+        for name, starts in server.starts.items():
+            # After a kill from the last flush on, after a lost connection not from before that.
+            flushed = max(0, there.get(f".{name}.part", 0) - 1) // part * part
+            assert starts[0] == flushed and min(starts) == flushed, (name, starts)
 
 
 @pytest.mark.ci
