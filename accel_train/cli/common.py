@@ -13,7 +13,7 @@ from typing import Annotated
 
 from accel_train import __version__
 from accel_train.config.declaration import RECIPE_WORD
-from accel_train.config.options import CommandOptions
+from accel_train.config.options import CommandOptions, given_keys
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, is_terminal, one_line, print_line
 from accel_train.launch.environment import is_first_process
@@ -43,7 +43,7 @@ def without_run(config: Config, arguments: Sequence[str], command: str, what: st
 
     Raises UserError if its `arguments` name one; a recipe may, as the config.yaml of each run does.
     """
-    given = [word.partition("=")[0].removeprefix("--").replace("_", "-") for word in arguments]
+    given = given_keys(arguments)
     for key in ("output-dir", "config-only"):
         if key in given:
             raise UserError(f"--{key}: an option of train; {command} writes only the {what} that --output names.")

@@ -99,7 +99,8 @@ def shards(arguments: Sequence[str]) -> int:
     """Run `accel-train shards`; return the exit code."""
     options, words = parse_command(Shards, arguments)
     config = _config(options.name, words)
-    data, channels = config.data, {3: None}.get(config.data.channels, 1)
+    data = config.data
+    channels = None if data.channels == 3 else data.channels  # as they are, or grey
     changes = {"short-side": options.short_side, "data.range": data.range, "data.channels": channels}
     if options.encoding == "copy" and (given := [name for name, value in changes.items() if value is not None]):
         raise UserError(f"--{given[0]}: files are copied as they are; add --encoding jpeg or --encoding raw.")

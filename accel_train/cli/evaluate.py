@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 from accel_train.cli.common import WeightsOptions, importing, print_table
 from accel_train.config.declaration import FRACTION, POSITIVE, RUN_WORD, Word, ending
-from accel_train.config.options import parse_command
+from accel_train.config.options import given_keys, parse_command
 from accel_train.config.recipe import not_a_run
 from accel_train.errors import UserError, counted, print_line, writing
 from accel_train.files import atomic_replacement, check_writable, fsync
@@ -53,7 +53,7 @@ class Evaluate(WeightsOptions):
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Run `accel-train evaluate`; return the exit code."""
-    if "--model.image-size" in {word.partition("=")[0].replace("_", "-") for word in arguments}:
+    if "model.image-size" in given_keys(arguments):
         raise UserError("--model.image-size: is that of the run's training; give --model.eval-image-size.")
     options, overrides = parse_command(Evaluate, arguments)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from accel_train.config.declaration import RECIPE_WORD, Word
-from accel_train.config.options import CommandOptions, parse_command
+from accel_train.config.options import CommandOptions, given_keys, parse_command
 from accel_train.errors import UserError, counted, first_of, how_to_get, print_line
 from accel_train.files import open_to_write
 from accel_train.launch.environment import allocated_hosts
@@ -57,7 +57,7 @@ def submit(arguments: Sequence[str]) -> int:
     """Run `accel-train submit`; return the exit code."""
     words, for_scheduler = divide(arguments)
     options, rest = parse_command(Submit, words)
-    given = {word.partition("=")[0].removeprefix("--") for word in rest}
+    given = given_keys(rest)
     if not_of_a_run := [f"--{key}" for key in ("config-only", "take-over") if key in given]:
         raise UserError(f"{', '.join(not_of_a_run)}: an option of one start, not of submitted runs; leave it out.")
     scheduler = _scheduler(options.scheduler)

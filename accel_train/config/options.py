@@ -358,6 +358,11 @@ def looks_like_option(word: str) -> bool:
     return True
 
 
+def given_keys(words: Iterable[str]) -> list[str]:
+    """Return the keys of the options among the words of a command line: data.root for --data_root=DIR."""
+    return [word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+
+
 def as_words(option: Option) -> list[str]:
     """Return the words of a command line that give the option."""
     return [f"--{option.key}", *option.values] if len(option.values) != 1 else [f"--{option.key}={option.values[0]}"]

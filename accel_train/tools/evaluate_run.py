@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from accel_train.checkpoint.reading import RunWeights, weights_of_run
 from accel_train.checkpoint.state_dict import broadcast_weights, named_tensors
-from accel_train.config.schema import Config, Data, as_dict
+from accel_train.config.schema import Config, as_dict
 from accel_train.data.loading import create_input_pipeline, evaluation_batch_size
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.files.encoded import EncodedImages
@@ -38,7 +38,7 @@ from accel_train.launch.environment import Launch
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
 from accel_train.records.metrics import EVALUATE_METRICS, Evaluation, OwnMetrics, create_own_metrics, evaluation_metrics
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.tools.load_run import empty_model, read_config
+from accel_train.tools.load_run import empty_model, may_download, read_config
 from accel_train.untrusted import open_to_read
 from accel_train.user_code.reference import CHOSEN_METRICS, given_metrics, short_name
 
@@ -324,10 +324,7 @@ def evaluate_run(
         return {name: weights.file for name, weights in read.items()}
 
     files = broadcast_from_main(accelerator, look)  # of "model" and, if there is one, "ema"
-    named = {word.partition("=")[0] for word in overrides}
-    # Nothing is downloaded into a folder that only somebody else's run names.
-    download = trust_code or config.data.root == Data().root or not named.isdisjoint(("--data.name", "--data.root"))
-    splits = _load_data(config, info, download=download)
+    splits = _load_data(config, info, download=may_download(config, overrides, trust_code=trust_code))
     models = {name: _load(config, info, accelerator, read.get(name)) for name in files}
     _check_fit(splits, info, run)
     source = _source(splits, split, config)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from accel_train import models
 from accel_train.checkpoint.reading import one_of_run
 from accel_train.config.checks import check_resize
-from accel_train.config.options import parse_run
-from accel_train.config.schema import Augment, Config, Model, value
+from accel_train.config.options import given_keys, parse_run
+from accel_train.config.schema import Augment, Config, Data, Model, value
 from accel_train.config.url import is_url
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.folder import find_images, ignored_text
@@ -180,7 +180,7 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
     Objects that were given (user_code/reference.py) take the place of those of the run. Raises UserError.
     """
     config = parse_run(run, overrides)
-    named = {word.removeprefix("--").partition("=")[0].replace("_", "-") for word in overrides if word[:2] == "--"}
+    named = given_keys(overrides)
     given = {option: name for option, (name, _) in GIVEN.items() if option in uses}
     would = []
     for option in uses:
@@ -241,6 +241,12 @@ def _fetched(config: Config, named: Container[str]) -> list[str]:
     if "data.root" not in named and is_url(config.data.root):
         return [f"fetch --data.root {config.data.root}{target}"]
     return []
+
+
+def may_download(config: Config, overrides: Sequence[str], *, trust_code: bool) -> bool:
+    """Whether missing files of a published data set may be downloaded: not into a folder that only the run names."""
+    given = given_keys(overrides)
+    return trust_code or config.data.root == Data().root or "data.name" in given or "data.root" in given
 
 
 def data_of_run(run: Path, *, trust_code: bool) -> tuple[Config, Splits]:

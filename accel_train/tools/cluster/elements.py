@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accel_train.config.compatibility import START_KEYS
-from accel_train.config.options import parse_variants, unknown_option
+from accel_train.config.options import given_keys, parse_variants, unknown_option
 from accel_train.config.recipe import Option
 from accel_train.config.schema import Config, option_types, takes_many_values, to_yaml
 from accel_train.errors import UserError, raise_mistakes
@@ -46,7 +46,7 @@ def elements_of(recipe: str, arguments: Sequence[str], seeds: str | None, over: 
     if seeds is not None:
         axes.append([Option("seed", (str(seed),), "--seeds") for seed in _seeds(seeds, mistakes)])
     keys = [axis[0].key for axis in axes if axis]
-    given = [*keys, *(word[2:].partition("=")[0] for word in arguments if word.startswith("--"))]
+    given = [*keys, *given_keys(arguments)]
     mistakes += [f"--over, --seeds: {key} is given twice." for key in dict.fromkeys(keys) if given.count(key) > 1]
     raise_mistakes(mistakes)
     if (count := math.prod(len(axis) for axis in axes) * len(counts)) > MOST:
