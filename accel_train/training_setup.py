@@ -143,7 +143,7 @@ def create_training_setup(
     """Create everything that `config` names, with the `weights` to begin from. `published=False`: without pretrained
     ones, for a benchmark or a checkpoint's weights. Collective. Raises UserError if something does not fit."""
     size = models.input_size(config.model, splits.image_size, config.origin)
-    model, warnings, loaded = create_new_model(
+    model, loaded = create_new_model(
         config, accelerator, splits.classes, splits.channels, size, weights, published=published
     )
     memory_format = use_fastest_memory_format(accelerator, model)
@@ -202,7 +202,7 @@ def create_training_setup(
         step=step,
         verdict=verdict,
         criterion=criterion,
-        warnings=(*warnings, *_warnings(config, verdict, plan), *plan.warnings()),
+        warnings=(*_warnings(config, verdict, plan), *plan.warnings()),
         loaded=loaded,
         from_checkpoint=not published and (config.model.pretrained or config.model.weights is not None),
         **create_input(config, accelerator, splits, size, memory_format, plan),

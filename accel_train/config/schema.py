@@ -290,8 +290,6 @@ class Model:
     """Stochastic depth rate, if the model has it; default: the model's."""
     gradient_checkpointing: Annotated[bool, Free("how gradients are computed, not their values")] = False
     """Recompute activations in the backward pass: less memory, more time."""
-    sync_batchnorm: bool = False
-    """Compute BatchNorm statistics over the micro-batches of all processes (on GPUs), not over virtual batches."""
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,8 @@ def create_new_model(
     weights: Weights | None,
     *,
     published: bool,
-) -> tuple[nn.Module, tuple[str, ...], str]:
-    """The model on the device, warnings, and which `weights` were loaded ("" for None).
+) -> tuple[nn.Module, str]:
+    """The model on the device, and which `weights` were loaded ("" for None).
 
     Weights that are not loaded or published follow from the seed alone.
     """
@@ -180,15 +180,7 @@ def create_new_model(
     loaded = ""
     if weights is not None:
         loaded = load_into(model, weights, classes, channels)
-    model = model.to(accelerator.device)
-    if not config.model.sync_batchnorm:
-        return model, (), loaded
-    if accelerator.device.type == "cuda":  # torch supports it only on GPUs
-        from timm.layers import convert_sync_batchnorm
-
-        return convert_sync_batchnorm(model), (), loaded
-    kind = accelerator.device.type
-    return model, (f"model.sync_batchnorm: not available on {kind}; BatchNorm counts over virtual batches",), loaded
+    return model.to(accelerator.device), loaded
 
 
 def _create_hubs(model: Model, described: str, num_classes: int, channels: int, image_size: int) -> nn.Module:

@@ -33,7 +33,7 @@ from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.compat import TorchDispatchMode, backward_pass
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
-from accel_train.models.verdict import Verdict, check_synchronized, read_verdict
+from accel_train.models.verdict import Verdict, read_verdict, refuse_sync_batchnorm
 
 GENERATORS = ("cuda", "xpu", "mps")  # devices with a random generator of their own
 OPERATIONS = 5e8
@@ -53,7 +53,7 @@ def find_verdict(
 
     Raises UserError if the model cannot be trained as `config` says.
     """
-    check_synchronized(config, accelerator, model)
+    refuse_sync_batchnorm(model)
 
     def decide() -> Verdict:
         kept = None
@@ -133,13 +133,6 @@ def _prepare(model: nn.Module) -> None:
             parameter.mul_(torch.rand(rows, generator=generator).mul_(0.2).add_(0.9).to(parameter.device))
         else:
             parameter.fill_(0.1)
-    for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):  # it would wait for the other processes
-            module.__class__ = nn.BatchNorm2d  # type: ignore[assignment]
-            if hasattr(module, "act"):  # timm's, with an activation function after it
-                from timm.layers import BatchNormAct2d
-
-                module.__class__ = BatchNormAct2d
 
 
 def _verdict(base: nn.Module, images: Tensor, count: int) -> Verdict:

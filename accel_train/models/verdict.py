@@ -73,11 +73,6 @@ class Verdict:
                 "keep another value. Train on one process, or initialise it before training, such as by "
                 "--model.weights."
             )
-        if self.together and config.model.sync_batchnorm:
-            raise UserError(
-                f"model.sync_batchnorm: the model must compute each virtual batch by itself ({self.together}); set it "
-                "to false."
-            )
 
     def prepare_ddp(self, accelerator: Accelerator) -> None:
         """Set what DDP has to know of the model. Call it before `Accelerator.prepare`."""
@@ -102,17 +97,13 @@ def read_verdict(run: Path) -> Verdict | None:
     return verdict if same_types and all(isinstance(text, str) for text in texts) else None
 
 
-def check_synchronized(config: Config, accelerator: Accelerator, model: nn.Module) -> None:
-    """Raise UserError if `model` has a SyncBatchNorm that cannot be trained here. On one process it is a BatchNorm."""
-    places = [
-        f"{name} (SyncBatchNorm)" for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)
-    ]
-    instead = "Use a BatchNorm instead: it normalises virtual batches, the same on any number of processes."
-    if places and config.bitwise:
-        raise UserError(f"--bitwise: model: {first_of(places)} normalises by the samples of all processes. {instead}")
-    if places and accelerator.num_processes > 1 and accelerator.device.type in ("cpu", "mps"):
+def refuse_sync_batchnorm(model: nn.Module) -> None:
+    """Raise UserError if `model` has a SyncBatchNorm: its statistics depend on how the processes divide a batch."""
+    synced = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if synced:
         raise UserError(
-            f"model: {first_of(places)}: torch has it only on GPUs, if there are several processes. {instead}"
+            f"model: {first_of([f'{name} (SyncBatchNorm)' for name in synced])} normalises by the samples of all "
+            "processes. Use a BatchNorm instead: it normalises virtual batches, the same on any number of processes."
         )
 
 

@@ -39,8 +39,6 @@ def use_deterministic_kernels(config: Config, accelerator: Accelerator) -> None:
     Raises UserError if the run cannot be computed bitwise.
     """
     if config.bitwise:
-        if config.model.sync_batchnorm and accelerator.device.type == "cuda":
-            raise UserError("--bitwise: model.sync-batchnorm sums over the processes in floats: set it to false.")
         compute_deterministically(accelerator, "--bitwise")
     elif torch.are_deterministic_algorithms_enabled():  # by an earlier run; to ask for it imports torch's compiler
         torch.use_deterministic_algorithms(False)

@@ -154,8 +154,7 @@ def _divide_without_data(config: Config, accelerator: Accelerator) -> tuple[int,
         model = models.create_model(
             config.model, num_classes=2, channels=3, image_size=size, published=False, origin=config.origin
         )
-    synchronized = config.model.sync_batchnorm and accelerator.device.type == "cuda"
-    return divide_batch(config, accelerator.num_processes, batchnorm=has_batchnorm(model) and not synchronized)
+    return divide_batch(config, accelerator.num_processes, batchnorm=has_batchnorm(model))
 
 
 def plan_text(config: Config, accelerator: Accelerator) -> str:

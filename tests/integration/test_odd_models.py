@@ -20,7 +20,8 @@ SYNCED = """
 from torch import nn
 
 def net(num_classes):
-    return nn.Sequential(nn.SyncBatchNorm(1), nn.Flatten(), nn.Linear(64, num_classes))
+    plain = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, num_classes))
+    return nn.SyncBatchNorm.convert_sync_batchnorm(plain)
 """
 
 
@@ -41,13 +42,14 @@ def test_a_restart_goes_on_with_the_same_buffers_on_all_processes(tmp_path: Path
     assert all(one[name].equal(other[name]) for name in one)
 
 
-@pytest.mark.slow
-def test_a_model_with_layers_that_only_gpus_have_is_refused_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.ci
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_model_that_normalises_over_all_processes_is_refused_in_one_line(processes: int, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SYNCED)
     words = ["digits", "--model.name", tmp_path / "mine.py:net", "--output-dir", tmp_path / "run"]
-    done = helpers.run(*words, processes=2)
+    done = helpers.run(*words, processes=processes)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "0 (SyncBatchNorm)" in done.stderr and "only on GPUs" in done.stderr
+    assert "0 (SyncBatchNorm) normalises by the samples of all processes. Use a BatchNorm instead" in done.stderr
 
 
 FLAT = "digits --data.train-limit 75 --data.test-limit 30 --data.val-fraction 0 --batch-size 16 --virtual-batch-size 4"
@@ -108,11 +110,3 @@ def test_a_resume_keeps_what_the_trial_has_found(tmp_path: Path) -> None:
     assert "what was found before" in says(2, stops=True)
     facts.write_text(json.dumps(found | {"trial": {"together": 1}}))  # of no trial: the model is tried again
     assert "depends on the other samples" in says(1, stops=False)
-
-
-@pytest.mark.ci
-def test_a_model_that_couples_samples_takes_no_sync_batchnorm(tmp_path: Path) -> None:
-    words = [*FLAT.split(), "--model.name", MODEL.replace("Restless", "TwoViews"), "--output-dir", tmp_path / "run"]
-    done = helpers.run(*words, "--model.sync-batchnorm", "true", processes=2)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "model.sync_batchnorm: the model must compute each virtual batch by itself" in done.stderr

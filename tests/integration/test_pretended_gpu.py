@@ -10,7 +10,7 @@ Decisions that depend on the kind of device, and which no test without a GPU (no
 | data/loading.py | a copy overlaps with computation; its memory is kept | computes at once here |
 | data/memory.py, mps and xpu | free memory of the device | none to ask |
 | nonfinite.py, several processes | the all-reduce by NCCL | one process here; gloo: test_nonfinite.py |
-| performance.py, FSDP2, several processes on CUDA | contiguous weights, SyncBatchNorm's exchange | one process here |
+| performance.py, FSDP2, several processes on CUDA | contiguous weights | one process here |
 | performance.py, compilation | inductor's kernels, CUDA graphs (only that they are refused) | nothing to compile for |
 | accelerator.py | the backends nccl, rccl and xccl; MIG | decisions alone: test_accelerator.py |
 | accelerate's set_device, DDP's device_ids | the index that LOCAL_RANK gives | one device here |
@@ -559,14 +559,6 @@ def test_a_save_waits_for_the_device_once(gpu: Pretended, tmp_path: Path, optimi
         assert {name: times for name, times in waits.items() if "state_dict" in name or "manager" in name} == saved
     last = torch.load(tmp_path / "run/checkpoints/update-00000006/optimizer.pt", weights_only=True)
     assert all(torch.isfinite(value).all() for each in last["state"].values() for value in each.values())
-
-
-@pytest.mark.slow
-def test_sync_batchnorm_of_one_process(gpu: Pretended, tmp_path: Path) -> None:
-    """On CUDA the layers become torch's SyncBatchNorm, which exists for GPUs only."""
-    model = "--model.name test_resnet --model.image-size 32 --model.sync-batchnorm true"
-    done = succeeded(gpu("train", "digits", *SMALL, *model.split(), "--output-dir", tmp_path / "run"))
-    assert quiet_updates(done) == [READ_LATER] * 3
 
 
 @pytest.mark.slow

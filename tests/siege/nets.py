@@ -150,7 +150,6 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
         lambda self, x: self.first(x) + self.norm(self.prototypes).mean(0)[:, None, None],
         prototypes=param(5, C), first=nn.BatchNorm2d(C), norm=nn.BatchNorm1d(C),
     ),
-    "SyncBatchNorm": lambda: nn.SyncBatchNorm(C),
     "BatchNorm of one pixel": lambda: Block(
         lambda self, x: x * self.norm(x.mean((2, 3), keepdim=True)), norm=nn.BatchNorm2d(C)
     ),

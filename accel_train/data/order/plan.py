@@ -284,12 +284,6 @@ def divide_batch(config: Config, processes: int, *, batchnorm: bool, apart: bool
     if size is not None:
         unit, why = size, f"in virtual batches of {size}" + ", over which BatchNorm counts" * batchnorm
         why += ", which are mixed together" * (together and not batchnorm)
-    if config.model.sync_batchnorm and config.batch_size % (processes * unit):
-        raise UserError(
-            f"model.sync_batchnorm: it counts over a whole micro-batch, so {processes} processes must share the "
-            f"{config.batch_size} samples of --batch-size evenly; give a multiple of {processes * unit}, or leave the "
-            "option out."
-        )
     # Bitwise, each forward pass has one virtual batch: another shape could choose another kernel.
     limit = config.micro_batch_size
     if (config.bitwise or apart) and (limit or unit) >= unit:

@@ -303,10 +303,3 @@ def test_a_huge_batch_is_divided_at_once() -> None:
     with pytest.raises(UserError, match="--batch-size: expected a number of at most 2,000,000,000, found"):
         parse(["digits", "--batch-size", str(10**18)])
     assert [divisors(n) for n in (1, 2, 12, 36)] == [[1], [1, 2], [1, 2, 3, 4, 6, 12], [1, 2, 3, 4, 6, 9, 12, 18, 36]]
-
-
-def test_sync_batchnorm_needs_even_shares() -> None:
-    words = ("digits", "--model.sync-batchnorm", "true", "--batch-size", "32")
-    assert divide_batch(parse(words), 2, batchnorm=False) == (1, 1)
-    with pytest.raises(UserError, match=r"model\.sync_batchnorm: .* 3 processes must share .* a multiple of 3"):
-        divide_batch(parse(words), 3, batchnorm=False)
