@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("accel_train", "tests", "docs", "accelerate_configs", "pyproject.toml")
+COPIED = ("accel_train", "tests", "docs", "accelerate_configs", "slurm", "pbs", "pyproject.toml")
 LIMIT_SECONDS = 600
 
 
