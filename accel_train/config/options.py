@@ -274,8 +274,7 @@ def _misfit(key: str, expected: str, config: Any, options: Mapping[str, Option])
     if key in options:
         written, origin = " ".join(options[key].values), options[key].origin
     bound = next((bound for name, bound in declared(Bound, type(config)) if name == key), None)
-    hint = bound.hint(written) if bound is not None and bound.hint is not None else ""
-    hint = hint or nearest(written, bound.names if bound is not None else ())
+    hint = nearest(written, bound.names if bound is not None else ())
     return f"--{key}: expected {expected}, found {written!r} ({origin}).{hint}"
 
 

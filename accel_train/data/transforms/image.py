@@ -21,7 +21,7 @@ from accel_train.config.schema import Augment
 from accel_train.data.sources.files.images import Box, LazyImage
 from accel_train.data.sources.user import as_pixels, kind_of, restored_generators, seed_generators
 from accel_train.data.transforms.parameters import Stream, resize_default
-from accel_train.errors import UserError
+from accel_train.errors import UserError, reason_of
 from accel_train.keyed import uniform, uniforms
 from accel_train.user_code.loading import load, showing_user_lines
 from accel_train.user_code.reference import parse_reference
@@ -219,7 +219,11 @@ def _of_pil(step: Any) -> list[Step]:
 
 
 def _timm_policy(augment: Augment, size: int, interpolation: str, mean: tuple[float, ...]) -> Callable[[Any], Any]:
-    """timm's transform of a PIL image, with the settings that timm's create_transform gives it."""
+    """timm's transform of a PIL image, with the settings that timm's create_transform gives it.
+
+    Raises UserError if timm does not take the policy.
+    """
+    from PIL import Image
     from timm.data import auto_augment
 
     colour = tuple(min(255, round(255 * value)) for value in mean)
@@ -233,11 +237,16 @@ def _timm_policy(augment: Augment, size: int, interpolation: str, mean: tuple[fl
     elif name == "augmix":
         create = auto_augment.augment_and_mix_transform
         settings["translate_pct"] = 0.3
-    transform: Any = create(augment.policy, settings)
-    groups = transform.policy if hasattr(transform, "policy") else [transform.ops]
-    for operation in (operation for group in groups for operation in group):
-        if operation.aug_fn is auto_augment.posterize:
-            operation.aug_fn = _posterize
+    try:
+        transform: Any = create(augment.policy, settings)
+        groups = transform.policy if hasattr(transform, "policy") else [transform.ops]
+        for operation in (operation for group in groups for operation in group):
+            if operation.aug_fn is auto_augment.posterize:
+                operation.aug_fn = _posterize
+        with restored_generators():
+            transform(Image.new("RGB" if len(mean) > 1 else "L", (8, 8)))
+    except (AssertionError, ValueError) as error:
+        raise UserError(f"--augment.policy: timm does not take {augment.policy} ({reason_of(error)}).") from error
     return transform  # type: ignore[no-any-return]
 
 
