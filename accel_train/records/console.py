@@ -1,4 +1,4 @@
-"""What a run prints: a plain line for each log interval. On a terminal and in a notebook, terminal.py shows it."""
+"""What a run prints: a plain line for each log interval. On a terminal, terminal.py shows it."""
 
 from __future__ import annotations
 

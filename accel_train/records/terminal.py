@@ -1,20 +1,16 @@
-"""A run on a terminal and in a notebook: a live display, at any width, and above it a line for each epoch."""
+"""A run on a terminal: a live display, at any width, and above it a line for each epoch."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import io
 import math
 import os
 import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -35,21 +31,18 @@ class LiveConsole(Console):
     """
 
     def __init__(self, rich: RichConsole, **values: Any) -> None:
-        """`rich`: the terminal or notebook. `values`: see `Console`."""
+        """`rich`: the terminal. `values`: see `Console`."""
         super().__init__(**values)
         self._rich = rich
-        self._live: Live | NotebookDisplay | None = None
+        self._live: Live | None = None
         self._figures: dict[str, str] = {}
         self._row: EpochRow | None = None  # of the epoch that has just ended
         self._row_update: int | None = None  # of the last one that was printed
 
     def __enter__(self) -> LiveConsole:
-        if self._rich.is_jupyter:
-            self._live = NotebookDisplay(self._draw, WIDEST, REDRAWS_PER_SECOND)
-        else:
-            # A forked data worker must not print through the display: it may inherit its lock in the locked state.
-            os.register_at_fork(after_in_child=_use_plain_streams)
-            self._live = Live(self, console=self._rich, refresh_per_second=REDRAWS_PER_SECOND)
+        # A forked data worker must not print through the display: it may inherit its lock in the locked state.
+        os.register_at_fork(after_in_child=_use_plain_streams)
+        self._live = Live(self, console=self._rich, refresh_per_second=REDRAWS_PER_SECOND)
         self._live.start()
         return self
 
@@ -129,10 +122,7 @@ class LiveConsole(Console):
 
     def __rich__(self) -> Group:
         """Return the display as it is now: `Live` draws it at each refresh and under each printed line."""
-        return self._draw(self._rich.width)
-
-    def _draw(self, width: int) -> Group:
-        """Return the display for a terminal of this width."""
+        width = self._rich.width
         update, total = self.pace.update, self.pace.total_updates
         extra = total - round(self.epochs * self.updates_per_epoch)  # not 0 if the run began with another batch size
         epoch = min((update - extra) // self.updates_per_epoch, math.ceil(self.epochs) - 1)
@@ -190,49 +180,3 @@ class EpochRow:
             text += f"  {part}"
             column += 2 + len(part)
         return text
-
-
-PAGE = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'
-
-
-class NotebookDisplay:
-    """As rich's Live, which needs the package ipywidgets for this: one output of the cell, which is drawn again."""
-
-    def __init__(self, draw: Callable[[int], RenderableType], width: int, redraws_per_second: int) -> None:
-        self.draw, self.width, self.seconds = draw, width, 1 / redraws_per_second
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._redraw, name="notebook display", daemon=True)
-        self._shown: dict[str, str] = {}
-        self._handle: Any = None
-
-    def start(self) -> None:
-        """Show the display, and draw it again from now on."""
-        display: Any = importlib.import_module("IPython.display")
-        self._shown = self._drawn()
-        self._handle = display.display(self._shown, raw=True, display_id=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Leave the display as it is now."""
-        self._ended.set()
-        self._thread.join()
-        self._update()
-
-    def _redraw(self) -> None:
-        while not self._ended.wait(self.seconds):
-            self._update()
-
-    def _update(self) -> None:
-        with contextlib.suppress(Exception):  # a notebook that is closed must not end the run
-            drawn = self._drawn()
-            if drawn != self._shown:
-                self._shown = drawn
-                self._handle.update(drawn, raw=True)
-
-    def _drawn(self) -> dict[str, str]:
-        console = RichConsole(
-            file=io.StringIO(), record=True, width=self.width, force_jupyter=False, force_terminal=True, highlight=False
-        )
-        console.print(self.draw(self.width))
-        html = console.export_html(inline_styles=True, code_format=PAGE, clear=False)
-        return {"text/html": html, "text/plain": console.export_text()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -376,12 +375,9 @@ def _write_metadata(setup: TrainingSetup, directory: RunDirectory, update: int) 
 
 
 def open_console(*, prints: bool, **values: Any) -> Console:
-    """The output of a run: if this process `prints`, live on a terminal and in a notebook; else lines. `values`: see
-    `Console`."""
+    """The output of a run: if this process `prints`, live on a terminal; else lines. `values`: see `Console`."""
     rich = RichConsole(highlight=False)
     is_live = is_terminal(sys.stdout) and rich.is_terminal and not rich.is_dumb_terminal
-    if rich.is_jupyter:  # what notebook_launcher has forked cannot change the output of a cell
-        is_live = "RANK" not in os.environ
     if not (prints and is_live):
         return Console(**values)
     from accel_train.records.terminal import LiveConsole
