@@ -75,7 +75,7 @@ def train(
             config = dataclasses.replace(config, output_dir=directory)
             finished = broadcast_from_main(accelerator, lambda: find_finished_run(directory, config, launch))
             if finished is not None and (result := finished.result):
-                complete(accelerator, config, lease, result)
+                complete(accelerator, lease, result)
                 return TrainingResult(directory, True, result.get("stopped_by"), result, nothing_left=True)
             check_rest = None if checks is None or start.resumes else checks(config, launch, accelerator)
 

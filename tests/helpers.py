@@ -304,6 +304,22 @@ def record_disk_calls(monkeypatch: Any) -> list[tuple[str, str]]:
     return calls
 
 
+def write_digits(folder: Path, count: int = 5) -> list[Path]:
+    """Write the first test images of the data set digits into `folder`, which is made, and return their files."""
+    from PIL import Image
+
+    from accel_train.config.schema import Data
+    from accel_train.data.sources.load import load_splits
+
+    test = load_splits(Data("digits"), 0).test
+    assert test is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{id}-is-{test.labels[id]}.png" for id in range(count)]
+    for id, file in enumerate(files):
+        Image.fromarray(test.fetch([id])[0][0].numpy()).save(file)
+    return files
+
+
 def forget_accelerate() -> None:
     """Reset Accelerate's state, which is global, so that the next program in this process starts with a new one."""
     from accelerate.state import AcceleratorState, GradientState

@@ -49,11 +49,11 @@ def test_it_trains_what_the_command_line_trains(run: Path, tmp_path: Path) -> No
     assert (run / "model.safetensors").read_bytes() == (tmp_path / "run/model.safetensors").read_bytes()
 
 
-def test_a_run_is_loaded_with_its_transform_classes_and_figures(run: Path) -> None:
+def test_a_run_is_loaded_with_its_transform_classes_and_figures(run: Path, tmp_path: Path) -> None:
     loaded = load_run(run)
     assert loaded.classes == tuple("0123456789")
     assert not loaded.model.training
-    images = sorted((run / "examples").glob("*.png"))
+    images = helpers.write_digits(tmp_path)
     inputs = torch.stack([loaded.transform(path) for path in images])
     assert inputs.shape == (len(images), 1, 8, 8)
     assert torch.equal(loaded.transform(Image.open(images[0])), inputs[0])

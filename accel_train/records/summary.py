@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -23,11 +22,9 @@ from accel_train.config.schema import Config, best_metric, to_yaml
 from accel_train.data.loading import create_sampler
 from accel_train.data.memory import Placement
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
-from accel_train.data.sources.files.images import png_file
 from accel_train.data.sources.load import resolve_mean_std, splits_of
-from accel_train.data.sources.splits import Source, Splits, has_one_size, label_numbers
+from accel_train.data.sources.splits import Source, Splits, has_one_size
 from accel_train.errors import UserError, counted, first_of, one_line
-from accel_train.files import open_to_write
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import LAUNCHERS, launcher_command, start_folder
@@ -366,36 +363,11 @@ def typed_program() -> str:
     return f"{shlex.quote(sys.executable)} -m accel_train"
 
 
-FOLDER, COUNT = "examples", 5  # where example images are written, and how many
-
-
-def example_image(splits: Splits, run: Path) -> Path | None:
-    """Return the path of an image that the model was not trained on, or None.
-
-    If the data is not in image files, its first test images are written to RUN/examples, with their class in the name:
-    test-0-is-cat.png.
-    """
+def held_out_file(splits: Splits) -> Path | None:
+    """Return an image file that the model was not trained on, or None if the data is not in image files."""
     source = splits.test or splits.validation
-    if source is None:
-        return None
-    if (file := Path(source.name(0))).is_file():
-        return file
-    if splits.full_scale != 255 or splits.channels not in (1, 3):  # no image file has such pixels
-        return None
-    split = "test" if splits.test else "validation"
-    written: list[Path] = []
-    try:
-        (run / FOLDER).mkdir(exist_ok=True)
-        for id in range(min(COUNT, len(source))):
-            names = [splits.classes[label] for label in label_numbers(source.labels[id])] or ["nothing"]
-            name = re.sub(r"[^\w.-]+", "_", "-".join(names))
-            path = run / FOLDER / f"{split}-{id}-is-{name[:100]}.png"
-            with open_to_write(path, "wb") as opened:
-                opened.write(png_file(torch.as_tensor(source.fetch([id])[0]).cpu()))
-            written.append(path)
-    except (OSError, UserError):  # a full disk or an unreadable image: examples are not essential
-        pass
-    return written[0] if written else None
+    file = None if source is None else Path(source.name(0))
+    return file if file is not None and file.is_file() else None
 
 
 def resume_command(launch: Launch, run: Path, *options: str) -> str:

@@ -17,8 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from accel_train.checkpoint.directory import checkpoint_path
-from accel_train.config.schema import Config
-from accel_train.errors import UnsavedError, UserError, counted
+from accel_train.errors import UnsavedError, counted
 from accel_train.launch.accelerator import precision
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.process import FROM_LAUNCHER, MARKER, other_agents_restart, ranges
@@ -26,9 +25,8 @@ from accel_train.ownership.lease import Lease
 from accel_train.records.cost import cost_of
 from accel_train.records.directory import RunDirectory
 from accel_train.records.events import Ended, Noted, Warned
-from accel_train.records.summary import example_image, final_figures, next_steps, result_of, stopped_text
+from accel_train.records.summary import final_figures, held_out_file, next_steps, result_of, stopped_text
 from accel_train.run.run import Run
-from accel_train.run.start import load_data
 from accel_train.run.stopping import LAUNCHER_DEATH
 from accel_train.untrusted import read_json_object
 
@@ -94,7 +92,7 @@ def interrupt(run: Run) -> TrainingResult:
     return _end(run, partial(_interrupt, reason=reason, others_go_on=others_go_on))
 
 
-def complete(accelerator: Accelerator, config: Config, lease: Lease, result: Mapping[str, Any]) -> None:
+def complete(accelerator: Accelerator, lease: Lease, result: Mapping[str, Any]) -> None:
     """Write what the start that wrote this `result` did not, because it was killed or the disk was full. Collective."""
 
     def lacks() -> bool:
@@ -109,9 +107,6 @@ def complete(accelerator: Accelerator, config: Config, lease: Lease, result: Map
 
     if not broadcast_from_main(accelerator, lacks):
         return
-    with suppress(UserError):  # the data may be gone: examples are not essential
-        splits = load_data(config, accelerator)
-        broadcast_from_main(accelerator, lambda: example_image(splits, lease.directory) and None)
 
     def write() -> None:
         before = read_json_object(lease.directory / "status.json")
@@ -161,7 +156,7 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
             "failed" if problem else "finished",
             f"{config.recipe}: {epochs}, {counted(state.update, 'update')}",
             final_figures(result, state, last, stopped, folder, config.metrics),
-            next_steps(folder, example_image(splits, folder)),
+            next_steps(folder, held_out_file(splits)),
             status={"epoch": epoch, "eta_seconds": 0} | ({"reason": problem} if problem else {}),
             result=result,
             stopped_by=result["stopped_by"],

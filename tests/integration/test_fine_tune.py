@@ -104,12 +104,13 @@ def test_a_local_directory_of_timms(tmp_path: Path) -> None:
     assert "Nothing is left to do" in helpers.run(*words).stdout
     longer = helpers.run(*words, "--epochs", 2, "--allow-change", "epochs")
     assert longer.returncode == 0, longer.stderr
-    for command in (["evaluate", run], ["predict", run, run / "examples"]):
+    image = helpers.write_digits(tmp_path, 1)[0]
+    for command in (["evaluate", run], ["predict", run, image]):
         done = helpers.python("-m", "accel_train", *command)
         assert done.returncode == 0, done.stderr
     values = json.loads((run / "model.json").read_text())
     (run / "model.json").write_text(json.dumps(values | {"origin": {}}))
-    refused(helpers.python("-m", "accel_train", "predict", run, run / "examples"), "does not have the architecture")
+    refused(helpers.python("-m", "accel_train", "predict", run, image), "does not have the architecture")
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +287,7 @@ for name in ("hf-hub:org/other", "hf-hub:a/b/c"):
     assert "such as on the login node: hf download org/net" in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.count("accel-train: error:") == 1, done.stderr
     assert not (tmp_path / "none").exists()
-    predicted = helpers.python("-m", "accel_train", "predict", tmp_path / "first", tmp_path / "first" / "examples")
+    predicted = helpers.python("-m", "accel_train", "predict", tmp_path / "first", helpers.write_digits(tmp_path, 1)[0])
     assert predicted.returncode == 0, predicted.stderr
 
 

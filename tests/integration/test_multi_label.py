@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Captured, environment, run
+from helpers import Captured, environment, run, write_digits
 from sklearn.metrics import average_precision_score, f1_score
 
 from accel_train.api import load_run
@@ -133,8 +133,7 @@ def said(*words: object) -> tuple[int, str, str]:
 
 @pytest.mark.ci
 def test_predict_shows_all_classes_from_the_threshold_on(single: Path) -> None:
-    images = sorted((single / "examples").glob("*.png"))
-    assert any(image.name.count("has-") > 1 for image in images)  # the names say all labels
+    images = write_digits(single / "images")
     output = single / "predictions.jsonl"
     shown = {}
     for threshold in ("0", "0.3", "1"):
@@ -175,7 +174,7 @@ def test_what_needs_one_label_is_refused(folder: Path, words: list[str], message
 @pytest.mark.ci
 def test_a_threshold_needs_several_labels(tmp_path: Path) -> None:
     run("digits", "--epochs", "1", "--output-dir", tmp_path / "run")
-    image = next((tmp_path / "run" / "examples").glob("*.png"))
+    image = write_digits(tmp_path, 1)[0]
     code, _, err = said("predict", tmp_path / "run", image, "--threshold", "0.3")
     assert code == 2 and "--threshold 0.3: the run was trained with one label an image" in err
     code, _, err = said("predict", tmp_path / "run", image, "--threshold", "3")

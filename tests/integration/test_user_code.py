@@ -80,10 +80,6 @@ def program(*words: object) -> subprocess.CompletedProcess[str]:
     return helpers.python("-m", "accel_train", *words)
 
 
-def images_of(run: Path) -> list[Path]:
-    return sorted((run / "examples").glob("*.png"))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_it_is_resumed_bitwise_on_other_processes_after_kills(recipe: Path, tmp_path: Path) -> None:
@@ -109,7 +105,7 @@ def test_a_run_s_code_runs_only_when_the_user_says_so(recipe: Path, tmp_path: Pa
     imports = kept["model.name"]["imports"]
     assert set(imports) == {"beside", "torch", "torchvision"}
     assert imports["beside"].startswith("sha256 ")
-    images = images_of(run)
+    images = helpers.write_digits(tmp_path / "images")
 
     for words in (("evaluate", run), ("predict", run, *images)):
         refused = program(*words)
@@ -125,10 +121,10 @@ def test_a_run_s_code_runs_only_when_the_user_says_so(recipe: Path, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert "-" in done.stdout and ":data test, 24 images" in done.stdout
     run = run.rename(tmp_path / "moved")
-    done = program("predict", run, *images_of(run), "--trust-code", "true")
+    done = program("predict", run, *images, "--trust-code", "true")
     assert done.stdout.count("%") == len(images)
     shutil.rmtree(tmp_path / "own")
-    done = program("predict", run, *images_of(run), "--trust-code", "true")
+    done = program("predict", run, *images, "--trust-code", "true")
     assert done.returncode == 2  # what it imports was not kept
     assert "ModuleNotFoundError: No module named 'beside'" in done.stderr
     assert not marker.exists()

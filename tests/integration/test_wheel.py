@@ -72,5 +72,6 @@ def test_a_user_s_own_model_data_and_loss_train_beside_the_wheel(installed: Path
     done = in_folder(folder, "accel-train", "evaluate", run, "--trust-code", "true")
     assert done.returncode == 0, done.stderr
     assert "nets.py:two_layers on arrows.py:data test, 200 images" in done.stdout
-    done = in_folder(folder, "accel-train", "predict", run, f"{run}/examples", "--trust-code", "true")
+    helpers.write_digits(folder / "images")
+    done = in_folder(folder, "accel-train", "predict", run, "images", "--trust-code", "true")
     assert done.returncode == 0, done.stderr

@@ -205,7 +205,7 @@ def test_the_best_checkpoint_has_a_name(run: Path, capsys: pytest.CaptureFixture
     assert evaluated(run, "--checkpoint", "last")["ema"]["weights"] == "ema.safetensors"
     capsys.readouterr()
 
-    image = str(next((run / "examples").iterdir()))
+    image = str(helpers.write_digits(run, 1)[0])
     for words in (["predict", str(run), image], ["export", str(run), "--format", "pt2"]):
         assert cli.main([*words, "--checkpoint", "best"]) == 0
         assert f"weights: {older}/ema.safetensors" in "".join(capsys.readouterr())

@@ -60,8 +60,10 @@ def live(digits_run: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_all_that_reads_a_run_reads_one_that_trains(live: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    image = next((live / "examples").glob("*.png"))
+def test_all_that_reads_a_run_reads_one_that_trains(
+    live: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = helpers.write_digits(tmp_path, 1)[0]
     folders = set()
     for _ in range(20):
         loaded = load_run(live)

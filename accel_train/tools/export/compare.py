@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from accel_train.data.sources.files.images import is_deep
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError
-from accel_train.records.summary import FOLDER
+from accel_train.records.model_info import ModelInfo
 from accel_train.tools.export.formats import Loaded, prepare
 from accel_train.tools.load_run import LoadedRun, data_of_run
 from accel_train.user_code.reference import short_name
@@ -42,8 +41,7 @@ class Images:
 def real_images(run: LoadedRun, folder: Path, *, trust_code: bool) -> Images:
     """Up to 64 images, spread over the test split, or else the validation or training split.
 
-    Without the data here, those of RUN/examples; without these, random inputs. Images that are not in files of their
-    own are written into `folder`.
+    Random inputs if the data is not here. Images that are not in files of their own are written into `folder`.
     """
     try:
         _, splits = data_of_run(run.path, trust_code=trust_code)
@@ -52,7 +50,7 @@ def real_images(run: LoadedRun, folder: Path, *, trust_code: bool) -> Images:
         name = f"{short_name('data.name', run.config.data.name)} ({split} split)"
         return _of_source(name, source, run, folder)
     except UserError as error:
-        return _of_examples(run, str(error).partition(";")[0].rstrip("."))
+        return _random(run.info, str(error).partition(";")[0].rstrip("."))
 
 
 def _of_source(name: str, source: Source, run: LoadedRun, folder: Path) -> Images:
@@ -84,17 +82,10 @@ def _as_file(file: Path, pixels: Tensor, new: Path) -> Path:
     return new
 
 
-def _of_examples(run: LoadedRun, reason: str) -> Images:
-    files, inputs = [], []
-    folder, info = run.path / FOLDER, run.info
-    for file in sorted(folder.glob("*.png")) if info.takes_files else ():
-        with contextlib.suppress(UserError):
-            inputs.append(run.transform(file))
-            files.append(file)
-    if files:
-        return Images(f"{len(files)} images of {folder} ({reason})", torch.stack(inputs), tuple(files))
-    random = torch.randn(8, info.channels, info.image_size, info.image_size, generator=torch.Generator().manual_seed(0))
-    return Images(f"8 random inputs ({reason})", random, ())
+def _random(info: ModelInfo, reason: str) -> Images:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(8, info.channels, info.image_size, info.image_size, generator=generator)
+    return Images(f"8 random inputs ({reason})", inputs, ())
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -17,7 +16,6 @@ from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
-from accel_train.records.summary import example_image
 from accel_train.user_code.reference import name_of, provided
 
 
@@ -76,15 +74,6 @@ def test_a_transform_of_hugging_face_is_not_left_out_in_silence() -> None:
         splits_of({"train": table(4).with_transform(lambda rows: rows)})
     with pytest.raises(UserError, match="expected a map-style Dataset"):
         splits_of({"train": table(4).to_iterable_dataset()})
-
-
-@pytest.mark.parametrize(("channels", "dtype"), [(3, torch.float32), (1, torch.float32), (5, torch.uint8)])
-def test_pixels_that_no_image_file_has_are_not_written_as_examples(
-    channels: int, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    held = TensorDataset(torch.zeros(4, channels, 4, 4, dtype=dtype), torch.tensor([0, 1, 0, 1]))
-    assert example_image(splits_of({"train": held, "test": held}), tmp_path) is None
-    assert not [*tmp_path.iterdir()]
 
 
 def test_classes_are_compared_by_name_in_each_split() -> None:

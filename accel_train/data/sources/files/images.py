@@ -8,7 +8,6 @@ import re
 import struct
 import threading
 import warnings
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -260,20 +259,6 @@ def to_tensor(image: Image.Image, channels: int, value_range: ValueRange | None 
     if image.mode not in ("1", "L", "LA"):
         image = image.convert("RGB")
     return _as_tensor(np.array(image.convert("L" if channels == 1 else "RGB")))
-
-
-def png_file(pixels: torch.Tensor) -> bytes:
-    """The PNG file of an image, uint8 [C, H, W] of 1 or 3 channels, written without Pillow, which is slow to import."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    channels, height, width = pixels.shape
-    unfiltered = torch.zeros(height, 1 + width * channels, dtype=torch.uint8)  # each row begins with its filter: none
-    unfiltered[:, 1:] = pixels.permute(1, 2, 0).flatten(1)
-    header = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2}[channels], 0, 0, 0)
-    rows = zlib.compress(unfiltered.numpy().tobytes())
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 def to_image(pixels: torch.Tensor) -> Image.Image:
