@@ -104,18 +104,16 @@ def train(
 def fit(setup: TrainingSetup, run: Run) -> None:
     """Train the remaining epochs, then test. Raises StopAskedError."""
     while run.state.stopped_by(setup.config, setup.plan) is None:
-        if train_epoch(setup, run):
-            end_epoch(setup, run)
-        else:
-            run.rewind()
+        train_epoch(setup, run)
+        end_epoch(setup, run)
     # Publish the weights before the test, which may fail because of an unreadable image.
     run.checkpoints.publish_weights(run.state.update)
     if "test" in setup.evaluations:
         run.evaluate("test")
 
 
-def train_epoch(setup: TrainingSetup, run: Run) -> bool:
-    """Train the rest of the current epoch. Returns False if the run must return to its last checkpoint."""
+def train_epoch(setup: TrainingSetup, run: Run) -> None:
+    """Train the rest of the current epoch. Raises StopAskedError."""
     state, sampler = run.state, setup.sampler
     sampler.seek(state.epoch, state.epoch_samples)
     if len(sampler) and state.owes_evaluation(setup.config):  # it was stopped before this evaluation, or within it
@@ -127,10 +125,8 @@ def train_epoch(setup: TrainingSetup, run: Run) -> bool:
         applied = update(setup, run, micro_batches, samples)
         run.count_update(samples, applied=applied)
         asked = run.asked()
-        # Before something is logged or saved, for nothing of an update that was not finite may be.
-        if (asked.line or run.guard.must_rewind) and run.guard.rewinds(state):
-            return False
         if asked.line:
+            run.guard.check_previous()  # nothing of an update that was not finite may be logged or saved
             run.log_update(lr)
         if asked.stop:
             raise StopAskedError
@@ -138,8 +134,6 @@ def train_epoch(setup: TrainingSetup, run: Run) -> bool:
             evaluate_within_epoch(setup, run)
         elif asked.save:
             run.save()
-    # Whether the last update was finite is read only now: see run/nonfinite.py.
-    return not run.guard.rewinds(state)
 
 
 def update(setup: TrainingSetup, run: Run, batches: Iterable[Batch], samples: int) -> bool:

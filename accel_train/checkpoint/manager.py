@@ -123,7 +123,9 @@ class Checkpoints(CheckpointStore):
         changes = differences(
             snapshot.state["configuration"], config, counts, (snapshot.state.get("table", ""), self.table)
         )
-        position = _position_in(snapshot, path, changes)
+        position = TrainState.from_saved(snapshot.state["train"], path)
+        if "best-metric" in changes:  # the best value so far is one of another metric
+            position.forget_best()
         obstacle = _obstacle_at(position, snapshot, path, config, samples, changes)
         if not obstacle:
             try:
@@ -171,20 +173,6 @@ class Checkpoints(CheckpointStore):
 
         bare, settings = unwrap_model(self.model), self.config.model
         return frozen_names(bare, settings, position.epoch - (position.epoch_samples == 0))
-
-
-def _position_in(snapshot: Snapshot, path: Path, changes: Mapping[str, str]) -> TrainState:
-    """The position of the checkpoint `path` in this run's data.
-
-    `changes`: the differences between the checkpoint's settings and this run's. Raises UserError.
-    """
-    position = TrainState.from_saved(snapshot.state["train"], path)
-    if "best-metric" in changes:  # the best value so far is one of another metric
-        position.forget_best()
-    if not changes.keys().isdisjoint({*SAMPLE_KEYS, "data", "batch-size", "data.drop-last"}):
-        # Updates to be skipped that are still to come have different samples now.
-        position.left_out = [update for update in position.left_out if update <= position.update]
-    return position
 
 
 def _obstacle_at(

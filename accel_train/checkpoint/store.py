@@ -7,7 +7,6 @@ by the class of the run: manager.py for the trainer, a loop of one's own has its
 
 from __future__ import annotations
 
-import copy
 import shutil
 import threading
 import time
@@ -116,7 +115,6 @@ class CheckpointStore(ABC):
         """What state.json says of the run itself: the class of the run fills it in."""
         self._writer: threading.Thread | None = None
         self._snapshot: Snapshot | None = None  # to restore; on the main process only
-        self._new_optimizer: dict[str, Any] = {}  # its state before any update, if the checkpoint's is of another one
 
     @abstractmethod
     def _match(self, path: Path, snapshot: Snapshot, allow: Sequence[str]) -> tuple[RestorePlan, Snapshot]:
@@ -218,8 +216,8 @@ class CheckpointStore(ABC):
     def restore(self, resume: str = "auto", allow_change: Sequence[str] = ()) -> TrainState | None:
         """Restore model, optimizer, EMA, loss scaler and schedule; return the position, or None for a new run.
 
-        Collective; at the start and, for a rewind, at any time. The main process removes what a killed run left and
-        decides for all; only its disk needs to have the checkpoints. `resume`:
+        Collective. The main process removes what a killed run left and decides for all; only its disk needs to have
+        the checkpoints. `resume`:
 
         auto   the newest complete checkpoint of this run, if there is one
         must   the same; UserError if there is none
@@ -244,14 +242,11 @@ class CheckpointStore(ABC):
         broadcast_weights(named_tensors(self.model), model)
         if self.ema is not None:
             broadcast_weights(named_tensors(self.ema), ema)
-        if plan.optimizer is not None:
+        if plan.optimizer is not None:  # else the checkpoint is of another optimizer, and this one begins anew
             try:
                 broadcast_optimizer_state(self.model, self.optimizer, plan.optimizer, optimizer, plan.keep)
             except MismatchError as error:
                 raise state_mismatch(plan.position.update, str(error)) from error
-        else:  # the checkpoint is of another optimizer: this one begins anew, also after a rewind
-            self._new_optimizer = self._new_optimizer or copy.deepcopy(self.optimizer.state_dict())
-            self.optimizer.load_state_dict(copy.deepcopy(self._new_optimizer))
         if plan.state["scaler"] and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(plan.state["scaler"])
         if plan.state["schedule"] is not None and self.schedule is not None:
@@ -274,7 +269,7 @@ class CheckpointStore(ABC):
 
         `stepless`: the names of parameters that have had no step and no state yet.
         """
-        trained = position.update > len(position.left_out)
+        trained = position.update > position.skipped_updates
         try:
             matching, missing = matching_state(self.model, self.optimizer, snapshot.optimizer, keep)
             # With a loss scaler the first updates often overflow, and leave no state.

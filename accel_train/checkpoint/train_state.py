@@ -50,8 +50,10 @@ class TrainState:
     """The samples trained in that time."""
     evaluated: int | None = None
     """The newest update within an epoch after which the run has evaluated, as --eval-every-updates or its end asks."""
-    left_out: list[int] = field(default_factory=list)
-    """The updates, counted from 1, that are skipped because their loss or gradient was not finite; see `nonfinite`."""
+    skipped_updates: int = 0
+    """Updates that were skipped because their loss or gradient was not finite; see run/nonfinite.py."""
+    skipped_in_a_row: int = 0
+    """How many of them are the newest updates."""
 
     def check_position(self, samples: int, path: Path) -> None:
         """Raise UserError if a run with so many training samples cannot be at this position. `path`: the folder of the
@@ -190,6 +192,7 @@ class TrainState:
             and all(is_number(total, -LARGEST) for total in self.epoch_sums.values()),
             "train_seconds": is_number(self.train_seconds),
             "timed_samples": is_count(self.timed_samples),
-            "left_out": isinstance(self.left_out, list) and all(is_count(number, 1) for number in self.left_out),
+            "skipped_updates": is_count(self.skipped_updates),
+            "skipped_in_a_row": is_count(self.skipped_in_a_row),
         }
         return next((name for name, fit in fits.items() if not fit), "")

@@ -447,8 +447,8 @@ class Config:
     """Options (optim.lr, or a group: optim) that may differ from the resumed checkpoint's."""
     take_over: Annotated[bool, ONE_START] = False
     """Take the run over from the process that owns it, alive or not; that process ends. Applies to this start only."""
-    on_nonfinite: Annotated[Literal["stop", "skip", "rewind"], AFTER_FAILURE] = "stop"
-    """On a NaN or infinite loss or gradient: stop; skip the update; or rewind to a checkpoint and skip it there."""
+    on_nonfinite: Annotated[Literal["stop", "skip"], AFTER_FAILURE] = "stop"
+    """What to do about a NaN or infinite loss or gradient: stop the run, or skip the update."""
     rendezvous_timeout_seconds: Annotated[float, POSITIVE, AFTER_FAILURE] = 600.0
     """How long processes wait for each other at the start; then the missing ones are named."""
     start_timeout_seconds: Annotated[float, NOT_NEGATIVE, AFTER_FAILURE] = 3600.0

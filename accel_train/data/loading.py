@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -52,20 +52,12 @@ def start_workers_early(config: Config) -> None:
         start_server(WORKERS)
 
 
-class Loader(Protocol):
-    """Yields this process's slices of the micro-batches, on its device: Accelerate's loader, or a MemoryLoader."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]: ...
-
-    def end(self) -> None:
-        """To be called when a pass ends early."""
-
-
 @dataclass
 class InputPipeline:
     """Loads one split and transforms it into the model's input."""
 
-    loader: Loader
+    loader: Iterable[dict[str, Any]]
+    """Yields this process's slices of the micro-batches, on its device: Accelerate's loader, or a MemoryLoader."""
     transform: BatchTransform
     samples: int  # of the split, over all processes
     placement: Placement
@@ -202,7 +194,7 @@ def create_input_pipeline(
         memory_format=memory_format,
         virtual_batch=sampler.virtual_batch,
     )
-    loader: Loader
+    loader: Iterable[dict[str, Any]]
     if place == "disk" or per_image:
         torch_loader = create_loader(
             source,

@@ -227,6 +227,3 @@ class MemoryLoader:
         if values.device == device:
             return values
         return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
-
-    def end(self) -> None:
-        """Called when a pass ends early. Accelerate's loaders need this; here there is no state to reset."""

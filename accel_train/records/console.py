@@ -14,7 +14,6 @@ from accel_train.records.events import (
     Evaluated,
     Event,
     Logged,
-    Rewound,
     Said,
     Skipped,
     UpdateDone,
@@ -63,9 +62,7 @@ class Console:
             case Warned():
                 self.warn(event.text)
             case Skipped():
-                self.warn(f"update {event.update} is not finite: {event.reason}; {event.action}")
-            case Rewound():
-                self.say(f"going back to the checkpoint of update {event.update}")
+                self.warn(f"update {event.update} is not finite: {event.reason}; it is skipped")
             case Ended():
                 self.finish(event.title, event.shown, event.commands)
         return ()

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from accel_train.launch.environment import Launch
 from accel_train.records.directory import STATUS_SECONDS, RunDirectory
-from accel_train.records.events import Event, Rewound, UpdateDone
+from accel_train.records.events import Event, UpdateDone
 from accel_train.untrusted import is_count, is_number, read_json_object
 
 Item = TypeVar("Item")
@@ -118,17 +118,13 @@ class Ledger:
             self.enter(before)
 
     def handle(self, event: Event) -> Sequence[str]:
-        """Count an update, or that the run goes back. Phases begin and end by calls: an error ends them, too."""
+        """Count an update. Phases begin and end by calls: an error ends them, too."""
         match event:
             case UpdateDone():
                 if self._phase == "starting":
                     self.enter("training")
                 self.start.last_update, self.start.waiting = event.update, event.waiting
                 self.write()
-            case Rewound():
-                for start in self.starts:
-                    if start.last_update > event.update:
-                        start.go_back(event.update)
         return ()
 
     def ticking(self, items: Iterable[Item]) -> Iterator[Item]:

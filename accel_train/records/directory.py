@@ -228,7 +228,7 @@ class RunDirectory:
         self._try("metrics.jsonl", lambda: self._metrics.append(_json(line) + "\n"))
         return line
 
-    def rewind(self, update: int, evaluated: bool = True, *, tests_again: bool = False) -> int:
+    def remove_lines_after(self, update: int, evaluated: bool = True, *, tests_again: bool = False) -> int:
         """Remove the lines of what will be done again from metrics.jsonl, and return the number of damaged lines.
 
         `tests_again`: the run was stopped within its final test. See `MetricsLog.without`. Damaged lines are moved to

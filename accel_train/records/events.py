@@ -81,7 +81,7 @@ class UpdateDone(Event):
     """Seconds that training has waited for data in this start."""
     eta_seconds: float | None
     line_due: bool
-    """Whether `Logged` follows, unless the run goes back to a checkpoint."""
+    """Whether `Logged` follows."""
     figures: ClassVar[None] = None
 
 
@@ -147,21 +147,12 @@ class SaveCommitted(Event):
 
 @dataclass(frozen=True)
 class Skipped(Event):
-    """An update was not finite and is skipped: at once ("skip"), or after going back to a checkpoint ("rewind")."""
+    """An update was not finite and is skipped."""
 
     update: int
     reason: str
-    action: str
     skipped_updates: int
-
-
-@dataclass(frozen=True)
-class Rewound(Event):
-    """The run has gone back to the checkpoint of `update`."""
-
-    update: int
-    evaluated: bool
-    """As in `Started`."""
+    """With it, in all starts."""
 
 
 @dataclass(frozen=True)
@@ -223,9 +214,7 @@ def line_of(event: Event) -> dict[str, Any] | None:
             line |= {"stalled_seconds": event.stalled_seconds, "seconds": event.seconds}
         case events.Skipped():
             line = {"kind": "event", "text": f"not finite: {event.reason}"}
-            line |= {"update": event.update, "action": event.action}
-        case events.Rewound():
-            line = {"kind": "event", "text": "rewound", "update": event.update}
+            line |= {"update": event.update, "action": "skip"}
         case events.Noted():
             line = {"kind": "event", "text": event.text, **event.values}
         case events.Warned():
@@ -246,14 +235,12 @@ class MetricsLines:
         match event:
             case events.Started():
                 # Also at update 0: a run that was killed before its first checkpoint has left lines.
-                damaged = self._directory.rewind(event.update, event.evaluated, tests_again=event.trained)
+                damaged = self._directory.remove_lines_after(event.update, event.evaluated, tests_again=event.trained)
                 # The start before this one may have been killed between the save and its line.
                 is_own = event.resumed and event.checkpoint == event.update
                 if is_own and not self._directory.has_checkpoint_line(event.update):
                     unknown = {"stalled_seconds": None, "seconds": None}
                     self._directory.log("checkpoint", epoch=event.epoch, update=event.update, **unknown)
-            case events.Rewound():
-                self._directory.rewind(event.update, event.evaluated)
         if (line := line_of(event)) is not None:
             self._directory.log(**line)
         return [f"metrics.jsonl: {counted(damaged, 'damaged line')} moved to {DAMAGED}"] if damaged else []
@@ -284,7 +271,7 @@ class Status:
                 self._write("training", epoch=event.epoch, update=event.update, **values)
             case events.SaveBegun():
                 self._write("training", failed_checkpoints=event.failures)
-            case events.SaveCommitted() | events.Rewound():
+            case events.SaveCommitted():
                 self._write("training", last_checkpoint=event.update)
             case events.Skipped():
                 self._write("training", force=True, left_out_updates=event.skipped_updates)

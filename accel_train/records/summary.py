@@ -269,7 +269,7 @@ def result_of(
         "recipe": config.recipe,
         "epochs": plan.epochs_until(state.epoch, state.epoch_samples),
         "updates": state.update,
-        "left_out_updates": len(state.left_out),
+        "left_out_updates": state.skipped_updates,
         "world_size": plan.processes,
         "division": plan.division,
         "train_images": train_images,
@@ -319,8 +319,8 @@ def final_figures(
         if (warm_up := result["warm_up_seconds"]) is not None and warm_up > 1:  # compilation, say
             figures["speed"] += f" after {warm_up:.1f} s of the first update"
     figures["time"] = cost_text(result["cost"])
-    if state.left_out:
-        figures["skipped"] = f"{counted(len(state.left_out), 'update')} not finite"
+    if state.skipped_updates:
+        figures["skipped"] = f"{counted(state.skipped_updates, 'update')} not finite"
     figures["run"] = str(run)
     return figures if stopped is None else figures | {"stopped": stopped}
 

@@ -5,9 +5,8 @@ all-reduce (MAX of a single number, on the device) gives all processes the same 
 and if only one process has a bad loss. The host reads the answer at one of two times:
 
 * With `skip`, before the optimizer's step, which must not happen. On a GPU this waits for the device once per update.
-* With `stop` and `rewind`, one update later, when a GPU has long computed it. Nothing that a bad update did to weights,
-  optimizer, EMA and statistics is ever used: `stop` ends the run, `rewind` loads all of it from the last checkpoint,
-  and the host always reads the answer before anything is logged, saved or evaluated.
+* With `stop`, one update later, when a GPU has long computed it. Nothing that a bad update did to weights, optimizer,
+  EMA and statistics is ever used: the host always reads the answer before anything is logged, saved or evaluated.
 
 With fp16, an overflow of the scaled gradients is normal: the scaler skips such updates and lowers its scale. It counts
 as an error if the scale has fallen below 1 or if the loss itself is not finite.
@@ -18,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -68,14 +67,12 @@ class Guard:
         self._before: list[Tensor] = []  # buffers before an update that may be skipped
         self._window = CheckedUpdate()
         self._unread: CheckedUpdate | None = None  # the previous update, if the host has not yet read its answer
-        self.must_rewind = False
-        """Whether one of the answers that were read asks for it."""
 
     def start(self, state: TrainState) -> None:
         """Begin an update. Call it before the first forward pass, which may spoil BatchNorm's statistics."""
         self._window = CheckedUpdate(state.update + 1)
         self._before = []
-        if self.config.on_nonfinite == "skip" or state.update + 1 in state.left_out:
+        if self.config.on_nonfinite == "skip":
             self._before = [buffer.clone() for buffer in self.buffers]
 
     def record(self, batch: dict[str, Any], losses: Tensor) -> None:
@@ -91,34 +88,31 @@ class Guard:
         --on-nonfinite stop.
         """
         window = self._window
-        if window.number not in state.left_out:  # otherwise it was found to be bad before the rewind
-            window.bad = self._find_bad()
-            if self.config.on_nonfinite != "skip":
-                self._read(state)
-                if window.bad.device.type == "cuda":
-                    window.bad = torch.empty((), pin_memory=True).copy_(window.bad, non_blocking=True)
-                    window.copied = torch.cuda.current_stream().record_event()
-                # The update after a bad one is computed with its weights: it is not judged.
-                self._unread = None if self.must_rewind else window
-                return True
-            if not window.bad.item():
-                return True
-            self._act(window, state)
-        for buffer, before in zip(self.buffers, self._before, strict=bool(self._before)):
-            buffer.copy_(before)
-        return False
+        window.bad = self._find_bad()
+        if self.config.on_nonfinite == "skip":
+            if window.bad.item():
+                self._skip(window, state)
+                return False
+        else:
+            self.check_previous()
+            if window.bad.device.type == "cuda":
+                window.bad = torch.empty((), pin_memory=True).copy_(window.bad, non_blocking=True)
+                window.copied = torch.cuda.current_stream().record_event()
+            self._unread = window
+        state.skipped_in_a_row = 0
+        return True
 
-    def rewinds(self, state: TrainState) -> bool:
-        """Whether the run must return to its last checkpoint: `must_rewind`, after all answers were read.
+    def check_previous(self) -> None:
+        """Read the answer for the newest update that `check_step` has let through, if the host has not read it yet.
 
-        Call it before something is logged or saved. Raises UserError like `check_step`.
+        Call it before something is logged or saved. Raises UserError if that update was not finite.
         """
-        self._read(state)
-        return self.must_rewind
-
-    def reset(self) -> None:
-        """Call this after the run has returned to its last checkpoint."""
-        self._unread, self.must_rewind = None, False
+        window, self._unread = self._unread, None
+        if window is not None and window.bad is not None:
+            if window.copied is not None:
+                window.copied.synchronize()
+            if window.bad.item():
+                self._stop(window)
 
     def _find_bad(self) -> Tensor:
         """1 if this update must not count, else 0: float32 [] on the device, the same on all processes."""
@@ -151,36 +145,29 @@ class Guard:
             return bad
         return 1 - nn.utils.get_total_norm(tensors, norm_type=math.inf).to(device).isfinite().float()
 
-    def _read(self, state: TrainState) -> None:
-        """Read the answer for the previous update, if the host has not read it yet."""
-        window, self._unread = self._unread, None
-        if window is not None and window.bad is not None:
-            if window.copied is not None:
-                window.copied.synchronize()
-            if window.bad.item():
-                self._act(window, state)
+    def _skip(self, window: CheckedUpdate, state: TrainState) -> None:
+        """Undo what the forward pass of a bad update did to the buffers, and count the update as skipped."""
+        if state.skipped_in_a_row >= MOST_IN_A_ROW:
+            self._stop(window)
+        state.skipped_updates += 1
+        state.skipped_in_a_row += 1
+        self.emit(Skipped(window.number, self._describe(window), state.skipped_updates))
+        for buffer, before in zip(self.buffers, self._before, strict=True):
+            buffer.copy_(before)
 
-    def _act(self, window: CheckedUpdate, state: TrainState) -> None:
-        """Report a bad update; then stop, or record it as skipped."""
+    def _stop(self, window: CheckedUpdate) -> NoReturn:
+        """Report a bad update and raise UserError."""
         problem = self._describe(window)
-        policy = self.config.on_nonfinite
-        broken = {*range(window.number - MOST_IN_A_ROW, window.number)} <= {*state.left_out}
-        if policy == "stop" or broken:
-            self.emit(Noted(f"not finite: {problem}", {"update": window.number, "action": "stop"}))
-            none = self.has_no_checkpoint()
-            kept = "There is no checkpoint yet" if none else "The last checkpoint is intact"
-            go_on = "start again with another optim.lr"
-            if not none:
-                go_on = "continue from it with another optim.lr (--allow-change)"
-            advice = (
-                f"the {MOST_IN_A_ROW} updates before it were skipped for the same reason: lower optim.lr in a new run"
-                if broken
-                else f"{go_on}, or with --on-nonfinite skip or rewind"
-            )
-            raise UserError(f"Update {window.number} is not finite: {problem}. {kept}; {advice}.")
-        state.left_out.append(window.number)
-        self.must_rewind = policy == "rewind"
-        self.emit(Skipped(window.number, problem, policy, len(state.left_out)))
+        self.emit(Noted(f"not finite: {problem}", {"update": window.number, "action": "stop"}))
+        if self.has_no_checkpoint():
+            kept, go_on = "There is no checkpoint yet", "start again with another optim.lr"
+        else:
+            kept, go_on = "The last checkpoint is intact", "continue from it with another optim.lr (--allow-change)"
+        advice = f"{go_on}, or with --on-nonfinite skip"
+        if self.config.on_nonfinite == "skip":
+            reason = f"the {MOST_IN_A_ROW} updates before it were skipped for the same reason"
+            advice = f"{reason}: lower optim.lr in a new run"
+        raise UserError(f"Update {window.number} is not finite: {problem}. {kept}; {advice}.")
 
     def _describe(self, window: CheckedUpdate) -> str:
         """What is not finite, the same on all processes."""

@@ -36,7 +36,6 @@ from accel_train.records.events import (
     Logged,
     MetricsLines,
     Noted,
-    Rewound,
     Said,
     SaveBegun,
     SaveCommitted,
@@ -179,8 +178,6 @@ class Run:
         updates, resumed = self.pace.total_updates, self.resumed
         for event in _announcement(setup, state, self.checkpoints, self.ledger, updates=updates, resumed=resumed):
             self.emit(event)
-        if config.on_nonfinite == "rewind" and self._has_no_checkpoint():
-            self.save()  # so that there is a checkpoint to go back to
         if state.stopped_by(config, setup.plan) and self._has_no_checkpoint():
             # Trained to the end in another run: the weights to publish come from a checkpoint of this one.
             self.save(wait=True)
@@ -291,21 +288,6 @@ class Run:
         self._failures += len(failures)
         for failure in failures:
             self.emit(Warned(failure))
-
-    def rewind(self) -> None:
-        """Go back to the last checkpoint. The updates that were not finite are skipped when they are repeated."""
-        self.setup.training.loader.end()  # the loop has left it in its middle
-        self.stopwatch.stop()
-        self.checkpoints.wait()
-        self.report_saves()
-        self.ledger.enter("starting")
-        position = self.checkpoints.restore("must", self.config.allow_change) or TrainState()
-        position.left_out = self.state.left_out
-        self.setup.schedule.step_update(position.update - self.schedule_offset)
-        self.meter.reduce()  # those since the last log line are trained again
-        self.guard.reset()
-        self.state, self.pace.update = position, position.update
-        self.emit(Rewound(position.update, position.is_evaluated))
 
     def evaluate(self, split: str) -> Evaluation:
         """Evaluate the model, and the EMA if there is one; return the EMA's result, else the model's. Raises
@@ -431,7 +413,7 @@ def _announcement(
         updates=updates,
         epoch=state.current_epoch(config, plan),
         evaluated=state.is_evaluated,
-        skipped_updates=len(state.left_out),
+        skipped_updates=state.skipped_updates,
         resumed=resumed,
         trained=trained,
         checkpoint=checkpoints.last_saved,

@@ -220,13 +220,11 @@ def test_what_cannot_be_kept_is_refused_even_if_it_is_allowed(tmp_path, state, c
 
 def test_the_data_changes_between_epochs_if_it_is_allowed(tmp_path):
     run = Run(tmp_path / "run", config=Config(epochs=3))
-    run.save(1, epoch=1, left_out=[1, 2])
+    run.save(1, epoch=1)
     again = Run(tmp_path / "run", config=Config(epochs=3), samples=65)
     with pytest.raises(UserError, match=r"data: 64 -> 65 training samples.* --allow-change data$"):
         again.checkpoints.restore("auto")
-    position = again.checkpoints.restore("auto", ["data"])
-    assert position is not None
-    assert position.left_out == [1]  # update 2 is still to come, of other samples now
+    assert again.checkpoints.restore("auto", ["data"]) is not None
 
 
 def test_another_configuration_is_refused_or_allowed(run):

@@ -10,6 +10,7 @@ import pytest
 from test_hostile import edit_state
 
 from accel_train.cli import main
+from accel_train.config.compatibility import FORMAT
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -35,7 +36,7 @@ def more(words: str) -> str:
     return f"{words} --epochs 2 --allow-change epochs"
 
 
-@pytest.mark.parametrize("number", [7, 9, None, "8"])
+@pytest.mark.parametrize("number", [FORMAT - 1, FORMAT + 1, None, str(FORMAT)])
 def test_another_format_is_refused_with_the_version_that_wrote_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], number: object
 ) -> None:

@@ -52,7 +52,7 @@ def test_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: s
     assert result(tmp_path / "run")["test_accuracy"] > 0.97
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+@pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
 def test_policies_and_optimizers_on_one_bad_sample(tmp_path: Path, policy: str, optimizer: str) -> None:
     """39 black images and a white one, which this `std` makes larger than a float32 can be."""

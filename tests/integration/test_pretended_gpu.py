@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 # The one wait of an update: for the answer whether the update before was finite, by then long there.
-READ_LATER = {"nonfinite.py:_read event.synchronize": 1}
+READ_LATER = {"nonfinite.py:check_previous event.synchronize": 1}
 # With `skip` the answer must be known before the optimizer's step.
 READ_NOW = {"nonfinite.py:check_step _local_scalar_dense": 1}
 
@@ -435,7 +435,7 @@ def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+@pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_waits_of_each_policy_and_precision(gpu: Pretended, tmp_path: Path, policy: str, precision: str) -> None:
     words = ("--on-nonfinite", policy, "--output-dir", tmp_path / "run")
@@ -472,13 +472,10 @@ def test_updates_that_are_not_finite(gpu: Pretended, tmp_path: Path, optimizer: 
     recipe = exploding(tmp_path, optimizer)
     stopped = gpu("train", recipe, "--output-dir", tmp_path / "stop", precision=precision)
     assert stopped.code == 2 and "is not finite: the loss of" in stopped.output, stopped.output
-    for policy in ("skip", "rewind"):
-        words = ("--on-nonfinite", policy, "--output-dir", tmp_path / policy)
-        succeeded(gpu("train", recipe, *words, precision=precision))
-        result = json.loads((tmp_path / policy / "result.json").read_text())
-        assert (result["updates"], result["left_out_updates"]) == (5, 1)
-    one, other = (load_file(tmp_path / policy / "model.safetensors") for policy in ("skip", "rewind"))
-    assert all(torch.equal(values, other[key]) for key, values in one.items())
+    words = ("--on-nonfinite", "skip", "--output-dir", tmp_path / "skip")
+    succeeded(gpu("train", recipe, *words, precision=precision))
+    result = json.loads((tmp_path / "skip" / "result.json").read_text())
+    assert (result["updates"], result["left_out_updates"]) == (5, 1)
     broken = gpu("train", "digits", *SMALL, "--epochs", 2, "--optim.lr", "1e30", "--output-dir", tmp_path / "broken")
     assert broken.code == 2 and "is not finite" in broken.output
 

@@ -176,9 +176,10 @@ ONE_LONG_UPDATE += ("--data.train-limit", 40000, "--batch-size", 40000, "--micro
 
 
 def test_second_ctrl_c_stops_at_once_and_names_the_last_checkpoint(tmp_path: Path) -> None:
-    # to be able to rewind, it begins with a checkpoint
-    with started(tmp_path / "run", *ONE_LONG_UPDATE, "--on-nonfinite", "rewind") as run:
-        run.until(lambda: run.status.get("state") == "training" and list_updates(run.run / "checkpoints"))
+    short = (*ONE_LONG_UPDATE, "--batch-size", 100, "--stop.updates", 1, "--output-dir", tmp_path / "run")
+    assert helpers.run(*short).returncode == 0
+    with started(tmp_path / "run", *ONE_LONG_UPDATE, "--allow-change", "batch-size", "stop") as run:
+        run.until(lambda: run.status.get("state") == "training")
         run.popen.send_signal(signal.SIGINT)
         time.sleep(1.5)  # less would be taken for the same one, handed on by a launcher
         assert run.popen.poll() is None
@@ -186,11 +187,11 @@ def test_second_ctrl_c_stops_at_once_and_names_the_last_checkpoint(tmp_path: Pat
         assert "Stopped" not in run.output
         run.popen.send_signal(signal.SIGINT)
         assert run.ended() == 130, run.output
-        assert "Stopped without saving.\n  kept   the checkpoint of update 0, the newest complete one\n" in run.output
+        assert "Stopped without saving.\n  kept   the checkpoint of update 1, the newest complete one\n" in run.output
         assert "Traceback" not in run.output
         assert run.status["state"] == "failed"
         assert "Ctrl-C" in run.status["reason"]
-        assert list_updates(run.run / "checkpoints") == [0]
+        assert list_updates(run.run / "checkpoints") == [1]
         assert not (run.run / "REQUEUE").exists()
 
 

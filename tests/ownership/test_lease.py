@@ -33,7 +33,7 @@ def test_who_has_lost_the_run_writes_no_file_more(quick: None, tmp_path: Path) -
     for write in (
         lambda: mine.log("train", update=2),
         lambda: mine.status("training", force=True),
-        lambda: mine.rewind(0),
+        lambda: mine.remove_lines_after(0),
         lambda: mine.result({"a": 1}),
         lambda: commit(tmp_path / "checkpoints", 3, lambda path: None, check=lease.check),
     ):
@@ -88,7 +88,7 @@ LATE: dict[str, Callable[[RunDirectory], object]] = {
     "log": lambda late: late.log("train", update=12),
     "line": lambda late: late.lease.append(late.metrics_path, b'{"kind": "train", "update": 12}\n'),
     "status": lambda late: late.status("training", force=True, update=12),
-    "rewind": lambda late: late.rewind(0),
+    "remove": lambda late: late.remove_lines_after(0),
     "result": lambda late: late.result({"of": "late"}),
     "failure": lambda late: late.fail("late"),
     "requeue": lambda late: late.ask_for_requeue(12),
@@ -122,7 +122,7 @@ def test_an_owner_stopped_between_its_check_and_its_write_changes_nothing(
         other = RunDirectory(tmp_path, writes=True, lease=claim(tmp_path, take_over=True))
         remove_leftovers(tmp_path / "checkpoints")
         other.lease.begin(10)
-        other.rewind(10)
+        other.remove_lines_after(10)
         other.log("train", update=12)
         for update in (12, 15):
             checkpoint_of(other, update)

@@ -104,13 +104,13 @@ def test_a_torn_end_is_cut_off_when_the_run_goes_on(tmp_path: Path, torn: str) -
     assert updates == [1, *([None] if torn.startswith('{"a"') else []), 2]
 
 
-def test_rewind_takes_out_what_is_done_again(tmp_path: Path) -> None:
+def test_lines_of_what_is_done_again_are_removed(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, writes=True)
     for update in (5, 10, 15):
         directory.log("train", update=update)
     directory.log("eval", update=15, epoch=1)
     directory.log("event", text="killed", update=15)
-    directory.rewind(10)
+    directory.remove_lines_after(10)
     assert [(line["kind"], line["update"]) for line in read_lines(directory.metrics_path)] == [
         ("train", 5),
         ("train", 10),
@@ -125,15 +125,15 @@ def test_damaged_lines_are_moved_aside_but_none_is_lost(tmp_path: Path) -> None:
     bad = [b"\n", b"\xff\n", b"{}\n", b'{"kind": 3}\n', b'{"kind": "eval", "epoch": null}\n']
     (tmp_path / "metrics.damaged.jsonl").write_bytes(b"earlier\n")
     directory.metrics_path.write_bytes(b"".join([*bad, good, *bad, good]))
-    assert RunDirectory(tmp_path, writes=True).rewind(5) == 10
+    assert RunDirectory(tmp_path, writes=True).remove_lines_after(5) == 10
     assert directory.metrics_path.read_bytes() == 2 * good
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"earlier\n" + b"".join(2 * bad)
-    assert directory.rewind(5) == 0
+    assert directory.remove_lines_after(5) == 0
 
     (tmp_path / "metrics.damaged.jsonl").unlink()
     (tmp_path / "metrics.damaged.jsonl").mkdir()  # cannot be written
     directory.metrics_path.write_bytes(b"".join([*bad, good]))
-    assert directory.rewind(5) == 0
+    assert directory.remove_lines_after(5) == 0
     assert directory.metrics_path.read_bytes() == b"".join([good, *bad])
 
 
@@ -185,7 +185,7 @@ def test_a_process_that_does_not_write_leaves_no_trace(tmp_path: Path) -> None:
     directory.log("train", update=1)
     directory.log("event", text="x")
     directory.status("training")
-    directory.rewind(0)
+    directory.remove_lines_after(0)
     directory.result({})
     assert not (tmp_path / "run").exists()
 
@@ -280,9 +280,9 @@ def test_lines_that_will_be_done_again_are_not_there_twice_on_a_full_disk(
 
     with monkeypatch.context() as disk:
         disk.setattr(again.lease, "write", full)
-        again.rewind(1)
+        again.remove_lines_after(1)
         again.log("train", update=2)
-        again.rewind(1)
+        again.remove_lines_after(1)
         again.log("train", update=2)
         assert path.read_bytes().count(b'"update": 2') == 1
     assert f"{path} cannot be written (No space left on device)" in capsys.readouterr().err
@@ -300,7 +300,7 @@ def test_links_in_a_run_directory_are_not_written_through(tmp_path: Path, capsys
     precious.write_text("precious")
     (path / "metrics.damaged.jsonl").symlink_to(precious)
     (path / "status.json").symlink_to(precious)
-    assert directory.rewind(1) == 0
+    assert directory.remove_lines_after(1) == 0
     directory.status("training")
     assert not (path / "status.json").is_symlink()
     assert (path / "metrics.jsonl").read_text() == before

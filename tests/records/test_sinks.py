@@ -25,7 +25,6 @@ from accel_train.records.events import (
     Logged,
     MetricsLines,
     Noted,
-    Rewound,
     Started,
     Status,
     Stream,
@@ -153,19 +152,6 @@ def test_a_kill_between_two_sinks_loses_and_repeats_nothing(
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
-@pytest.mark.parametrize("last", ["metrics.jsonl", "console"])
-def test_a_kill_when_the_run_goes_back_is_resumed(tmp_path: Path, last: str) -> None:
-    """A learning rate that makes the loss infinite again and again: each time the run goes back, until it is killed."""
-    options = ["--optim.lr", "1e30", "--schedule.warmup-epochs", "1", "--on-nonfinite", "rewind"]
-    assert train("Rewound", last, 1, tmp_path, *options) == -9
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    back = next(line["update"] for line in lines if line.get("text") == "rewound")
-    assert max((line["update"] for line in lines if line["kind"] == "train"), default=0) <= back
-    train("UpdateDone", "metrics.jsonl", 3, tmp_path, *options)
-    starts = read_starts(tmp_path)
-    assert len(starts) == 2 and starts[0].last_update <= back == starts[1].first_update
-
-
 class Listener:
     """Notes what it is told, and warns of what it is told to warn of."""
 
@@ -210,19 +196,18 @@ def test_a_line_has_the_time_of_its_event_and_nan_is_null(tmp_path: Path) -> Non
     }  # fmt: skip
 
 
-def test_going_back_removes_the_lines_of_what_comes_again(tmp_path: Path) -> None:
+def test_a_start_removes_the_lines_of_what_comes_again(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, writes=True)
     stream = Stream([MetricsLines(directory)])
     for update in range(1, 9):
         stream.emit(Logged(update, 1, 0.1, {"loss": 1.0}, None))
-    stream.emit(Rewound(5, False))
-    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in kept] == [1, 2, 3, 4, 5, 5] and kept[-1]["text"] == "rewound"
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write("damaged\n")
     heard: list[tuple[str, Event]] = []
     started = Started(3, 9, 1, False, 0, resumed=True, trained=False, checkpoint=3, directory=tmp_path)
     Stream([MetricsLines(directory), Listener(heard, "last")]).emit(started)
+    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("update") for line in kept] == [1, 2, 3, 3, None]  # then the checkpoint, and the warning
     assert [event.text for _, event in heard if isinstance(event, Warned)] == [
         "metrics.jsonl: 1 damaged line moved to metrics.damaged.jsonl"
     ]

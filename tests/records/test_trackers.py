@@ -141,7 +141,7 @@ class Training:
             (run / "config.yaml").write_text("about: {recipe: digits}\nepochs: 2\n")
         if update == 0:
             shutil.rmtree(run / "checkpoints", ignore_errors=True)
-        self.directory.rewind(update, update % 10 == 0)
+        self.directory.remove_lines_after(update, update % 10 == 0)
         self.trackers = Trackers(dataclasses.replace(CONFIG, trackers=tuple(names)), run)
         self.trackers.begin(resumed=update > 0)
         self.update = update
@@ -214,16 +214,6 @@ def test_mlflow_continues_one_run_and_gets_no_step_twice(tmp_path: Path, mlflow:
     times = {line["update"]: line["time"] for line in lines_of(tmp_path / "mine") if line["kind"] == "train"}
     assert next(value.timestamp for value in found.values if value.step == 3) == int(times[3] * 1000)
     assert found.data.params["optim.lr"] == 0.1
-
-
-def test_a_rewind_takes_nothing_back_that_was_sent(tmp_path: Path, wandb: FakeWandB) -> None:
-    training = Training(tmp_path, ["tensorboard", "wandb"]).train(5).save().train(3, offset=100)
-    training.directory.rewind(5, False)
-    training.update = 5
-    training.train(15).finish()
-    assert_same(tensorboard(tmp_path), tmp_path)
-    (found,) = wandb.runs.values()
-    assert [row["train/loss"] for row in found.rows] == list(range(1, 21))
 
 
 def test_another_run_in_the_same_directory_is_another_run(tmp_path: Path, wandb: FakeWandB) -> None:

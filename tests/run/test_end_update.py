@@ -78,13 +78,3 @@ def test_samples_that_are_unreadable_or_skipped_are_left_out(applied: bool, left
     state = run.state
     assert (state.epoch_samples, state.epoch_left_out, state.samples_seen) == (10, left_out, seen)
     assert (run.meter.commit.called, run.meter.discard.called) == (applied, not applied)
-
-
-def test_a_rewind_remembers_what_to_skip() -> None:
-    run = run_at(7)
-    run.state.left_out, run.schedule_offset = [7], 2
-    run.checkpoints.restore.return_value = TrainState(update=5)
-    run.rewind()
-    assert (run.state.update, run.state.left_out) == (5, [7])
-    run.setup.schedule.step_update.assert_called_once_with(3)
-    assert run.meter.reduce.called and run.guard.reset.called  # what was counted since is trained again

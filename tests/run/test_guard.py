@@ -61,20 +61,10 @@ def test_a_skipped_update_leaves_the_buffers_and_its_samples_are_named() -> None
     assert passes(guard, model, state, 1.0) and model.passes == 1
     model.zero_grad()
     assert not passes(guard, model, state, math.nan)
-    assert model.passes == 1 and state.left_out == [1]
+    assert model.passes == 1 and (state.skipped_updates, state.skipped_in_a_row) == (1, 1)
     assert said[-1].reason == "the loss of 1 of 3 samples (ids 7)"
-    assert not guard.rewinds(state)
-
-
-def test_after_a_rewind_the_update_is_skipped_without_being_looked_at() -> None:
-    model, state = Counting(), TrainState()
-    guard = guard_of(model, "rewind")
-    assert passes(guard, model, state, math.inf)  # the answer is read later, and before anything is logged or saved
-    assert not guard.must_rewind and guard.rewinds(state)
-    guard.reset()
     model.zero_grad()
-    before = float(model.passes)  # type: ignore[arg-type]
-    assert not passes(guard, model, state, 1.0) and model.passes == before and not guard.rewinds(state)
+    assert passes(guard, model, state, 1.0) and (state.skipped_updates, state.skipped_in_a_row) == (1, 0)
 
 
 def test_what_is_bad_on_another_process_is_bad_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +78,10 @@ def test_what_is_bad_on_another_process_is_bad_here(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(nonfinite.dist, "all_reduce", all_reduce)
     model, state = Counting(), TrainState()
     guard = guard_of(model, "stop", processes=2)
-    assert passes(guard, model, state, 1.0) and not guard.rewinds(state)
+    assert passes(guard, model, state, 1.0)
+    guard.check_previous()
     others = 1.0
     model.zero_grad()
-    assert passes(guard, model, state, 1.0)
+    assert passes(guard, model, state, 1.0)  # the answer is read later, and before anything is logged or saved
     with pytest.raises(UserError, match="Update 1 is not finite"):
-        guard.rewinds(state)
+        guard.check_previous()

@@ -273,23 +273,6 @@ go('strict', strict)
 
 
 @pytest.mark.ci
-def test_going_back_is_told_as_updates_that_come_again(tmp_path: Path) -> None:
-    script = """
-from accel_train.errors import UserError
-RECIPE |= {"on_nonfinite": "rewind", "optim": {"lr": 1e30}}
-try:
-    go('run', Sees())
-except UserError as error:
-    tell('error', str(error))
-"""
-    heard = told(script, tmp_path)
-    updates = [value["update"] for value in of(heard, "on_update")]
-    assert len(updates) > len(set(updates)) > 1 and updates[0] == 1
-    assert "is not finite" in of(heard, "error")[0]
-    assert len(of(heard, "on_start")) == 1 and not of(heard, "on_end")  # an error is no end
-
-
-@pytest.mark.ci
 def test_a_save_asked_for_at_each_update_is_made(tmp_path: Path) -> None:
     heard = told("go('saves', Sees('save', 'on_update'))", tmp_path)
     assert of(heard, "result") == [["saves", True, "epochs", 20]]

@@ -29,7 +29,7 @@ VARIABLES = {color: f"var(--series-{number})" for number, color in enumerate(SER
     GRID: "var(--grid)",
     MARK: "var(--mark)",
 }
-STYLES = {"restart": "--", "rewind": ":", "skipped": "-."}  # of the lines that mark events
+STYLES = {"restart": "--", "skipped": "-."}  # of the lines that mark events
 
 
 @dataclass(frozen=True)

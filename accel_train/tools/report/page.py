@@ -231,10 +231,6 @@ def _ending(run: RunRecords) -> Iterator[Sentence]:
     skipped = result.get("left_out_updates") or status.get("left_out_updates") or 0
     if skipped:
         yield Sentence(f"{_many(skipped, 'update')} skipped because the loss or a gradient was not finite.", "warning")
-    rewinds = sum(kind == "rewind" for kind, _ in run.events)
-    if rewinds:
-        times = "once" if rewinds == 1 else f"{rewinds} times"
-        yield Sentence(f"The run went back to a checkpoint {times} because the loss was not finite.", "warning")
     rows = [*run.evaluations("train", "model"), *run.held_out[1]]
     broken = sorted({row["epoch"] for row in rows if "loss" in row and row["loss"] is None})
     if broken:
@@ -440,8 +436,9 @@ def costs_of(run: RunRecords) -> list[tuple[str, str]]:
         rows.append(("accelerator-hours", f"{hours:.3g}"))
     if speed := run.result.get("images_per_second"):
         rows.append(("speed of training", f"{speed:,.0f} images/s"))
-    counts = {kind: sum(event[0] == kind for event in run.events) for kind in ("rewind", "skipped")}
-    return rows + [(f"events: {kind}", str(count)) for kind, count in counts.items() if count]
+    if skipped := sum(kind == "skipped" for kind, _ in run.events):
+        rows.append(("events: skipped", str(skipped)))
+    return rows
 
 
 def check_page(option: str, path: Path) -> None:

@@ -94,11 +94,11 @@ class RunRecords:
 
     @cached_property
     def events(self) -> list[tuple[str, float]]:
-        """(kind, at which epoch) of each restart, rewind and skipped update."""
+        """(kind, at which epoch) of each restart and skipped update."""
         found = []
         for line in self.of_kind("event"):
             text = str(line.get("text", ""))
-            kind = {"resumed": "restart", "rewound": "rewind"}.get(text, "skipped" if "not finite" in text else "")
+            kind = "restart" if text == "resumed" else "skipped" if "not finite" in text else ""
             if kind and isinstance(line.get("update"), int):
                 found.append((kind, line["update"] / self.updates_per_epoch))
         return found
