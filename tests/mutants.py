@@ -218,7 +218,7 @@ MUTANTS = [
            "data/sources/test_staging.py", "a body that is longer than announced ends the transfer"),
     Mutant(SAMPLERS, "self.ids if self.positions is None else self.positions)", "self.ids)",
            "data/order/test_drawing.py", "a sample that is drawn twice is augmented in two ways"),
-    Mutant("data/order/samplers.py", "return 1 / labels.bincount().double()[labels]", "return 1 / labels.bincount().double()[labels].sqrt()",
+    Mutant("data/order/samplers.py", "weights = 1 / labels.bincount().double()[labels]", "weights = 1 / labels.bincount().double()[labels].sqrt()",
            "data/order/test_drawing.py", "balanced: each class is drawn equally often"),
     # Transforms
     Mutant(PARAMETERS, "(draws[3 + axis] * self.size).floor() - (side", "(draws[3] * self.size).floor() - (side",
@@ -375,7 +375,7 @@ MUTANTS = [
            "config/test_compatibility.py", "more epochs are another schedule for poly"),
     Mutant("config/schema.py", "    augment: Augment = ", "    augment: Annotated[Augment, ONE_START] = ",
            "config/test_compatibility.py", "a change of the augmentation is refused when a run is resumed"),
-    Mutant("config/schema.py", "\"weights\"], DECIDES_SAMPLES]", "\"weights\"]]",
+    Mutant("config/schema.py", "\"balanced\"], DECIDES_SAMPLES]", "\"balanced\"]]",
            "checkpoint/test_manager.py", "the samples of an epoch do not change in its middle",
            "only a checkpoint is in the middle of an epoch"),
     Mutant("config/compatibility.py", "    if number != FORMAT:", "    if False:",

@@ -7,11 +7,10 @@ import torch
 
 from accel_train.config.declaration import BEST_METRICS, TAKEN_NAMES
 from accel_train.config.declaration import LOSSES as CHECKED_NAMES
-from accel_train.config.schema import Loss, choices, option_types
+from accel_train.config.schema import Loss
 from accel_train.data.sources import load
 from accel_train.optim.loss import LOSSES, MULTI_LABEL_LOSSES, create_loss
 from accel_train.records.metrics import EVALUATE_METRICS, LOWER_IS_BETTER, METRICS, MULTI_LABEL_METRICS
-from accel_train.records.summary import DRAWN
 from accel_train.tools.evaluate_run import multi_label_metrics, single_label_metrics
 
 
@@ -24,10 +23,6 @@ def test_each_loss_is_accepted_and_trains() -> None:
         assert losses.shape == (4,)
         losses.mean().backward()
         assert logits.grad is not None and logits.grad.any()
-
-
-def test_the_first_screen_has_words_for_each_sampler() -> None:
-    assert {"shuffle", *DRAWN} == {*choices(option_types()["data.sampler"])}
 
 
 def test_what_may_be_the_best_metric_is_a_metric() -> None:

@@ -109,9 +109,9 @@ class Data:
     """Use only this many training samples."""
     test_limit: Annotated[int | None, POSITIVE] = None
     """Use only this many samples of the validation split, and of the test split."""
-    sampler: Annotated[Literal["shuffle", "balanced", "weights"], DECIDES_SAMPLES] = "shuffle"
+    sampler: Annotated[Literal["shuffle", "balanced"], DECIDES_SAMPLES] = "shuffle"
     """shuffle: each training sample once an epoch; balanced: draw each class equally often, in an epoch of the same
-    length; weights: draw samples by their weights in the data."""
+    length."""
     order: Annotated[Literal["full", "shards"], DECIDES_SAMPLES] = "full"
     """full: random over the whole set; shards (for tar and wds): open a few shards at a time and shuffle among
     these, for data on a network file system or in an object store (docs/large_data.md)."""

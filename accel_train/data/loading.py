@@ -134,7 +134,7 @@ def evaluation_batch_size(config: Config, samples: int, largest: int = EVALUATIO
 
 def create_sampler(config: Config, splits: Splits, plan: Plan) -> TrainingSampler:
     """The order of the training samples. Raises UserError if the data does not have what it needs."""
-    draws, repeats = create_draws(config, splits.train.labels, splits.train_weights), config.data.repeats
+    draws, repeats = create_draws(config, splits.train.labels), config.data.repeats
     if config.data.order == "full":
         samples = len(splits.train)
         return TrainingSampler(plan, config.seed, splits.unreadable, draws, repeats=repeats, samples=samples)

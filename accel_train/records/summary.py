@@ -77,20 +77,16 @@ def describe(
     return [f"{name:<8}{text}" for name, text in lines.items() if text]
 
 
-DRAWN = {"balanced": "each class equally often", "weights": "samples by the weights of the data"}
-"""--data.sampler -> what it draws, in words."""
-
-
 def _drawn(config: Config, plan: Plan) -> str:
     """Return what an epoch's samples are if it does not have each of them once; "" if it has."""
     if config.data.repeats > 1:
-        drawn = "" if config.data.sampler == "shuffle" else f", {DRAWN[config.data.sampler]}"
+        drawn = "" if config.data.sampler == "shuffle" else ", each class equally often"
         times = f"each image {config.data.repeats} times in its update"
         return f"{plan.samples_per_epoch:,} an epoch{drawn}, {times}: an epoch has a part of the images"
     if config.data.sampler == "shuffle":
         return ""
     how_often = "an epoch may have an image more than once, or not at all"
-    return f"{plan.samples_per_epoch:,} an epoch, {DRAWN[config.data.sampler]}: {how_often}"
+    return f"{plan.samples_per_epoch:,} an epoch, each class equally often: {how_often}"
 
 
 def _ordered(config: Config, plan: Plan, splits: Splits) -> str:

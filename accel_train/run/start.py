@@ -245,10 +245,10 @@ def load_data(config: Config, accelerator: Accelerator, stopped: Callable[[], st
     check_best_metric(config, splits)
     drawn = {}
     if config.data.sampler != "shuffle":
-        from accel_train.data.order.samplers import sample_weights, weights_digest
+        from accel_train.data.order.samplers import create_draws
 
-        weights = sample_weights(config, splits.train.labels, splits.train_weights, splits.unreadable)
-        drawn = {"how often samples are drawn": weights_digest(weights)}
+        draws = create_draws(config, splits.train.labels)
+        drawn = {"classes of the training samples": draws.digest()} if draws else {}
     check_agreement(
         accelerator,
         configuration=learning_fingerprint(config),

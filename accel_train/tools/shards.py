@@ -134,8 +134,6 @@ def _warn(splits: Splits) -> None:
     """Warn of what shards do not have."""
     for note in splits.notes:
         LOGGER.warning(note)
-    if splits.train_weights is not None:
-        LOGGER.warning("the weights of the samples are not written: shards have images and labels only.")
     if splits.ignored:
         LOGGER.info(f"Not used: {splits.ignored}.")
 

@@ -23,12 +23,11 @@ from sklearn.datasets import load_digits
 from torch.utils.data import Subset, TensorDataset
 
 def data():
-    """The digits, few of them a 7; each 3 has a weight of 4."""
+    """The digits, few of them a 7."""
     digits = load_digits()
     labels = torch.tensor(digits.target)
     dataset = TensorDataset(torch.tensor(digits.images * 15.9375, dtype=torch.uint8)[:, None], labels)
     dataset.classes, dataset.targets = range(10), labels
-    dataset.weights = torch.where(labels == 3, 4.0, 1.0)
     few = (labels == 7).nonzero()[20:, 0].tolist()
     ids = [id for id in range(600) if id not in few]
     return {"train": Subset(dataset, ids), "test": Subset(dataset, list(range(1600, 1797)))}
@@ -45,12 +44,12 @@ def test_killed_and_resumed_on_two_processes_it_draws_the_same(tmp_path: Path) -
     file = tmp_path / "mine.py"
     file.write_text(DATA)
     whole, run = tmp_path / "whole", tmp_path / "run"
-    words = (*WORDS, "--data.name", f"{file}:data", "--data.sampler", "weights", "--checkpoint.every-updates", 2)
+    words = (*WORDS, "--data.name", f"{file}:data", "--data.sampler", "balanced", "--checkpoint.every-updates", 2)
     words += ("--checkpoint.keep", 50)
     done = helpers.run(*words, "--output-dir", whole)
     assert done.returncode == 0, done.stderr
     train = json.loads((whole / "result.json").read_text())["train_images"]
-    assert f"drawn   {train} an epoch, samples by the weights of the data" in done.stdout
+    assert f"drawn   {train} an epoch, each class equally often" in done.stdout
 
     with helpers.started(run, *words) as started:
         started.until(lambda: (run / "checkpoints/update-00000006").exists())
@@ -69,10 +68,10 @@ def test_killed_and_resumed_on_two_processes_it_draws_the_same(tmp_path: Path) -
         assert json.loads(newest.read_text())["train"]["samples_seen"] == 2 * train
 
     # Other draws within an epoch would not be the ones with which it began: only between epochs, and if allowed.
-    other = helpers.run(*words, "--data.sampler", "balanced", "--epochs", 3, "--output-dir", run)
-    assert other.returncode == 2 and "data.sampler: weights -> balanced" in other.stderr
+    other = helpers.run(*words, "--data.sampler", "shuffle", "--epochs", 3, "--output-dir", run)
+    assert other.returncode == 2 and "data.sampler: balanced -> shuffle" in other.stderr
     assert len(other.stderr.splitlines()) == 1
-    words = (*words, "--data.sampler", "balanced", "--epochs", 3, "--allow-change", "data.sampler", "epochs")
+    words = (*words, "--data.sampler", "shuffle", "--epochs", 3, "--allow-change", "data.sampler", "epochs")
     assert helpers.run(*words, "--output-dir", run).returncode == 0
 
 
@@ -87,15 +86,17 @@ def loss(logits, targets):
 
 @pytest.mark.slow
 def test_two_draws_of_a_sample_in_one_update_have_two_dropout_masks(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(DATA.replace("labels == 3, 4.0, 1.0", "labels.cumsum(0) == 0, 1.0, 0.0") + LOSS)
+    (tmp_path / "mine.py").write_text(DATA.replace("[20:, 0]", "[1:, 0]") + LOSS)
     words = "digits --epochs 1 --model.name mnist_cnn --model.image-size 28 --model.dropout 0.5"
-    words += f" --data.name {tmp_path}/mine.py:data --loss.name {tmp_path}/mine.py:loss --data.sampler weights"
+    words += f" --data.name {tmp_path}/mine.py:data --loss.name {tmp_path}/mine.py:loss --data.sampler balanced"
     assert main(["train", *words.split(), "--data.workers", "0", "--output-dir", str(tmp_path / "run")]) == 0
 
 
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
-    plain = helpers.run("digits", "--data.sampler", "weights", "--output-dir", tmp_path / "run", processes=2)
-    assert plain.returncode == 2 and plain.stderr.count("this data has no weights of its training samples") == 1
+    (tmp_path / "mine.py").write_text(DATA.replace("range(10), labels", "range(10), torch.eye(10)[labels]"))
+    words = ("digits", "--data.name", f"{tmp_path}/mine.py:data", "--loss.name", "bce", "--data.sampler", "balanced")
+    several = helpers.run(*words, "--output-dir", tmp_path / "run", processes=2)
+    assert several.returncode == 2 and several.stderr.count("expects one label for each image") == 1
     twice = helpers.run("digits", "--data.sampler", "balanced", "--loss.class-weights", "balanced")
     assert twice.returncode == 2 and "both together correct the imbalance twice" in twice.stderr
 
@@ -109,7 +110,7 @@ def test_skipping_an_image_from_the_middle_on_is_the_same_as_from_the_start(tmp_
         Image.fromarray(numbers.integers(0, 256, (9, 9, 3), dtype=np.uint8)).save(path)
     data = Data(name="folder", root=root, sampler="balanced", test_fraction=0.2)
     train = load_splits(data, 0).train
-    order = TrainingSampler(Plan(len(train), 8, 1, 1), 0, draws=create_draws(Config(data=data), train.labels, None))
+    order = TrainingSampler(Plan(len(train), 8, 1, 1), 0, draws=create_draws(Config(data=data), train.labels))
     drawn = [int(id) for batch in order for id in batch.ids]
     last = max(range(len(train)), key=lambda id: drawn.index(id) if id in drawn else -1)
     bad = Path(train.name(last))

@@ -1,4 +1,4 @@
-"""Batch samplers, which decide which samples each batch has: shuffled, drawn by weights, or few shards at a time."""
+"""Batch samplers, which decide which samples each batch has: shuffled, drawn by class, or few shards at a time."""
 
 from __future__ import annotations
 
@@ -187,27 +187,28 @@ class EvaluationSampler(IndexSampler):
             yield IndexBatch(0, positions % self.samples, (positions < self.samples).to(torch.float32))
 
 
-# Which samples an epoch draws if classes or samples have weights (--data.sampler).
+# Which samples an epoch draws with --data.sampler balanced.
 #
 # An epoch has as many draws as training samples. This is systematic sampling: each sample is an interval on a line, as
-# long as its weight, and the draws are equally spaced points, the first one at random. So the number of draws of a
-# sample is proportional to its weight, rounded up or down. The intervals of a class are adjacent, so the same holds for
-# classes; within a class the order is shuffled in each epoch.
+# long as one divided by the size of its class, and the draws are equally spaced points, the first one at random. So
+# the number of draws of a sample is proportional to this length, rounded up or down. The intervals of a class are
+# adjacent, so the same holds for classes; within a class the order is shuffled in each epoch.
 #
-# All of it is a pure function of (seed, epoch), the labels and the weights.
+# All of it is a pure function of (seed, epoch) and the labels.
 
 
 DRAWN_BLOCK = 1 << 20  # samples permuted in one call, for memory
 
 
 class Draws:
-    """The samples that each epoch draws."""
+    """The samples that each epoch draws: each class equally often."""
 
-    def __init__(self, seed: int, classes: Tensor, weights: Tensor) -> None:
-        """`classes`: int64 [n] of each sample; `weights`: float64 [n], not negative, not all 0."""
-        self.seed, self.classes, self.weights = seed, classes, weights / weights.max()
-        self.candidates = self.weights.nonzero()[:, 0]  # sample numbers
-        self._epoch, self._drawn = -1, self.candidates
+    def __init__(self, seed: int, labels: Tensor) -> None:
+        """`labels`: int64 [n], the class of each sample."""
+        self.seed, self.labels = seed, labels
+        weights = 1 / labels.bincount().double()[labels]
+        self.weights = weights / weights.max()
+        self._epoch, self._drawn = -1, labels
 
     def of_epoch(self, epoch: int) -> Tensor:
         """The sample of each draw, int64 [n], one class after the other."""
@@ -216,17 +217,19 @@ class Draws:
         return self._drawn
 
     def _draw(self, epoch: int) -> Tensor:
-        count, draws = len(self.candidates), len(self.weights)
+        count = len(self.labels)
         word = key(self.seed, epoch, "place")
-        places = [
-            permuted(torch.arange(i, min(i + DRAWN_BLOCK, count)), count, word) for i in range(0, count, DRAWN_BLOCK)
-        ]
-        line = self.candidates[torch.cat(places)]
-        line = line[self.classes[line].argsort(stable=True)]
+        starts = range(0, count, DRAWN_BLOCK)
+        line = torch.cat([permuted(torch.arange(i, min(i + DRAWN_BLOCK, count)), count, word) for i in starts])
+        line = line[self.labels[line].argsort(stable=True)]
         ends = self.weights[line].cumsum(0)
         first = _uniform(torch.tensor(key(self.seed, epoch, "first draw")))
-        points = (torch.arange(draws) + first) * (ends[-1] / draws)
+        points = (torch.arange(count) + first) * (ends[-1] / count)
         return line[torch.searchsorted(ends, points, right=True).clamp_(max=count - 1)]  # a sum of floats is rounded
+
+    def digest(self) -> str:
+        """The SHA-256 of the labels, by which processes compare their draws."""
+        return hashlib.sha256(self.labels.numpy().tobytes()).hexdigest()
 
 
 def _uniform(keys: Tensor) -> Tensor:
@@ -234,55 +237,17 @@ def _uniform(keys: Tensor) -> Tensor:
     return shift(keys, 11).to(torch.float64) * 2.0**-53
 
 
-def sample_weights(config: Config, labels: Tensor, weights: Tensor | None, unreadable: Tensor | None = None) -> Tensor:
-    """How often --data.sampler, unless it is shuffle, draws each training sample, relative to the others: float64 [n].
-
-    `labels`: see `Source.labels`; `weights`: those of the data, see `Splits.train_weights`. Raises UserError if they do
-    not fit the option.
-    """
-    option = f"--data.sampler {config.data.sampler}"
-    if config.data.sampler == "balanced":
-        if labels.ndim == 2:
-            raise UserError(
-                f"{option}: expects one label for each image, but the images of this data may have several labels or "
-                "none; use shuffle, or weights if the data has weights."
-            )
-        return 1 / labels.bincount().double()[labels]
-    if weights is None:
-        raise UserError(
-            f"{option}: this data has no weights of its training samples; use balanced or shuffle. How your own data "
-            "can have weights: docs/own.md."
-        )
-    if weights.shape != labels.shape[:1]:
-        raise UserError(
-            f"{option}: the data has {list(weights.shape)} weights for {len(labels)} training samples; expected one "
-            "number for each."
-        )
-    weights = weights.double()
-    wrong = (~(weights.isfinite() & (weights >= 0))).nonzero()[:, 0].tolist()
-    if wrong:
-        raise UserError(
-            f"{option}: {len(wrong)} weights are negative or not finite, the first is {weights[wrong[0]].item()} of "
-            f"training sample {wrong[0]}; expected numbers of at least 0."
-        )
-    if not bool((weights if unreadable is None else weights[~unreadable]).any()):
-        raise UserError(f"{option}: the weights of all training samples that can be read are 0.")
-    return weights
-
-
-def create_draws(config: Config, labels: Tensor, weights: Tensor | None) -> Draws | None:
-    """What an epoch draws; None: each sample once. Takes and raises what `sample_weights` does."""
+def create_draws(config: Config, labels: Tensor) -> Draws | None:
+    """What an epoch draws; None: each sample once. `labels`: see `Source.labels`. Raises UserError if images may have
+    several labels: then they have no class."""
     if config.data.sampler == "shuffle":
         return None
-    weights = sample_weights(config, labels, weights)
-    # Images with several labels have no class: treat all of them as one class.
-    classes = torch.zeros(len(labels), dtype=torch.int64) if labels.ndim == 2 else labels
-    return Draws(config.seed, classes, weights)
-
-
-def weights_digest(weights: Tensor) -> str:
-    """The SHA-256 of `weights` (float64 [n]), by which processes compare theirs."""
-    return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
+    if labels.ndim == 2:
+        raise UserError(
+            "--data.sampler balanced: expects one label for each image, but the images of this data may have several "
+            "labels or none; use shuffle."
+        )
+    return Draws(config.seed, labels)
 
 
 # An order that needs few shards at a time (--data.order shards): a pure function of (seed, epoch, position).

@@ -125,8 +125,6 @@ def _choose_classes(splits: Splits, data: Data) -> Splits:
             labels = new_labels[source.labels]
             kept = labels >= 0
         changed[split] = subset(source, kept.numpy(), labels)
-        if split == "train" and splits.train_weights is not None:
-            changed["train_weights"] = splits.train_weights[kept]
     return replace(splits, classes=names, **changed)
 
 
@@ -138,8 +136,6 @@ def _with(splits: Splits, split: str, source: Source | None) -> Splits:
 
 def _choose(splits: Splits, split: str, chosen: npt.NDArray[np.bool_]) -> Splits:
     """A copy of `splits` whose `split` has only the samples for which `chosen` (bool [n]) is true."""
-    if split == "train" and splits.train_weights is not None:
-        splits = replace(splits, train_weights=splits.train_weights[torch.from_numpy(chosen)])
     return _with(splits, split, subset(getattr(splits, split), chosen))
 
 

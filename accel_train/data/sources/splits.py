@@ -66,8 +66,6 @@ class Splits:
     """The files that a table lists and that are not there, relative to `names_root`: then it has a `mistake`, too."""
     notes: tuple[str, ...] = ()
     """Warnings for the user."""
-    train_weights: torch.Tensor | None = None
-    """float64 [n], the weight of each sample of `train`, for --data.sampler weights; None: the data has none."""
     table: str = ""
     """SHA-256 of the rows of the table that lists the samples, or for --data.order shards of the division into shards;
     "": neither."""

@@ -375,18 +375,6 @@ def _read_labels(dataset: Any, reference: Reference, split: str) -> Tensor:
     return torch.tensor(labels, dtype=torch.bool)
 
 
-def weights_of(dataset: Any, reference: Reference) -> Tensor | None:
-    """The `weights` of the training items, float64 [n]; None if the dataset has none. Raises UserError."""
-    if isinstance(dataset, Subset) and not hasattr(dataset, "weights"):
-        inner = weights_of(dataset.dataset, reference)
-        return None if inner is None else inner[torch.as_tensor(dataset.indices, dtype=torch.int64)]
-    found = getattr(dataset, "weights", None)
-    try:
-        return None if found is None else torch.tensor(np.asarray(found, dtype=np.float64))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--{OPTION} {reference.short}: train has `weights` that are not numbers ({error}).") from error
-
-
 def user_data(data: Data, reference: Reference) -> Splits:
     """The splits that the user's function returns. Collective if labels have to be read. Raises UserError."""
     returned = call(OPTION, reference, load(OPTION, reference), {"root": data.root}, {})
@@ -446,8 +434,6 @@ def user_data(data: Data, reference: Reference) -> Splits:
         image_size=None if shape is None else shape[1],
         mean=mean,
         std=std,
-        # Only then: a Dataset may call something else its weights.
-        train_weights=weights_of(train, reference) if data.sampler == "weights" else None,
         notes=tuple(few_bits_notes([largest])) if data.range is None and largest is not None else (),
         full_scale=1 if is_float else 255,
         value_range=data.range if shape is None else None,

@@ -15,53 +15,26 @@ from accel_train.errors import UserError
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 
-BALANCED, WEIGHTS = (Config(data=Data(sampler=name)) for name in ("balanced", "weights"))
+BALANCED = Config(data=Data(sampler="balanced"))
 
 
-@st.composite
-def weighted(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    """Classes and weights of some samples; one weight at least is not 0."""
-    count = draw(st.integers(1, 200))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**40)))
-    classes = torch.randint(draw(st.integers(1, 5)), (count,), generator=generator)
-    weights = torch.rand(count, generator=generator, dtype=torch.float64) ** draw(st.integers(0, 8))
-    weights[torch.rand(count, generator=generator) < draw(st.sampled_from([0.0, 0.5]))] = 0.0
-    weights[0] = max(float(weights[0]), 1e-3)
-    return classes, weights
-
-
-@given(weighted(), st.integers(0, 2**40), st.integers(0, 100))
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=200), st.integers(0, 2**40), st.integers(0, 100))
 def test_the_counts_of_samples_and_classes_differ_from_the_expected_by_less_than_one(
-    data: tuple[torch.Tensor, torch.Tensor], seed: int, epoch: int
+    labels: list[int], seed: int, epoch: int
 ) -> None:
-    classes, weights = data
-    drawn = Draws(seed, classes, weights).of_epoch(epoch)
-    assert drawn.shape == weights.shape
-    expected = weights / weights.sum() * len(weights)
-    counts = torch.bincount(drawn, minlength=len(weights))
-    assert bool(((counts - expected).abs() < 1 + 1e-9).all()) and not counts[weights == 0].any()
-    of_classes = torch.zeros(5, dtype=torch.float64).index_add_(0, classes, expected)
-    assert bool(((torch.bincount(classes[drawn], minlength=5) - of_classes).abs() < 1 + 1e-9).all())
-
-
-@pytest.mark.slow
-def test_over_many_epochs_each_sample_comes_as_often_as_its_weight_says() -> None:
-    weights = torch.tensor([0.03, 0.2, 0.2, 1.0, 0.0, 3.0, 0.7, 0.11])
-    classes = torch.tensor([0, 1, 0, 1, 1, 0, 0, 1])
-    draws = create_draws(WEIGHTS, classes, weights)
-    assert draws is not None
-    epochs = 1000
-    counts = sum(torch.bincount(draws.of_epoch(epoch), minlength=8) for epoch in range(epochs))
-    assert isinstance(counts, torch.Tensor)
-    expected = weights.double() / weights.double().sum() * 8 * epochs
-    # Systematic draws vary less than independent ones: no sum may be far from its expectation.
-    spread = (expected / epochs % 1 * (1 - expected / epochs % 1) * epochs).sqrt()
-    assert bool(((counts - expected).abs() <= 4 * spread + 1e-6).all()), (counts, expected)
+    classes = torch.tensor(labels)
+    drawn = Draws(seed, classes).of_epoch(epoch)
+    assert drawn.shape == classes.shape
+    sizes = classes.bincount(minlength=5)
+    of_classes = len(labels) / (sizes > 0).sum()
+    counts = torch.bincount(drawn, minlength=len(labels))
+    assert bool(((counts - of_classes / sizes[classes]).abs() < 1 + 1e-9).all())
+    assert bool(((torch.bincount(classes[drawn], minlength=5) - of_classes).abs()[sizes > 0] < 1 + 1e-9).all())
 
 
 def test_balanced_draws_each_class_equally_often_and_each_epoch_other_samples_of_a_large_one() -> None:
     labels = torch.tensor([0] * 800 + [1] * 150 + [2] * 50)[torch.randperm(1000, generator=torch.manual_seed(0))]
-    draws = create_draws(BALANCED, labels, None)
+    draws = create_draws(BALANCED, labels)
     assert draws is not None
     together = torch.zeros(1000)
     pairs = 0
@@ -93,7 +66,7 @@ def test_an_epoch_is_the_same_for_any_division_and_from_any_position() -> None:
     labels = (torch.arange(230) % 10 == 0).long()
 
     def order(processes: int, accumulation: int) -> TrainingSampler:
-        draws = create_draws(BALANCED, labels, None)
+        draws = create_draws(BALANCED, labels)
         return TrainingSampler(Plan(230, 24, processes, accumulation), 3, draws=draws)
 
     whole = order(1, 1)
@@ -117,7 +90,7 @@ def test_an_epoch_is_the_same_for_any_division_and_from_any_position() -> None:
 def test_a_sample_that_is_drawn_twice_is_augmented_in_two_ways() -> None:
     labels = torch.tensor([0] * 62 + [1] * 2)
     plan = Plan(64, 64, 1, 1)
-    order = TrainingSampler(plan, 0, draws=create_draws(BALANCED, labels, None))
+    order = TrainingSampler(plan, 0, draws=create_draws(BALANCED, labels))
     source = ArraySource("set", torch.zeros(64, 1, 4, 4, dtype=torch.uint8), labels)
     loader = MemoryLoader(
         source, order, create_accelerator(Launch()), seed=0, pixels_device=torch.device("cpu"),
@@ -132,7 +105,7 @@ def test_a_sample_that_is_drawn_twice_is_augmented_in_two_ways() -> None:
 def test_an_unreadable_sample_becomes_padding_and_all_others_keep_their_places() -> None:
     labels, bad = torch.tensor([0] * 40 + [1] * 8), torch.zeros(48, dtype=torch.bool)
     bad[[3, 41, 42]] = True
-    draws, plan = create_draws(BALANCED, labels, None), Plan(48, 16, 1, 1)
+    draws, plan = create_draws(BALANCED, labels), Plan(48, 16, 1, 1)
     whole, without = TrainingSampler(plan, 0, draws=draws), TrainingSampler(plan, 0, bad, draws=draws)
     before, after = everything(whole), everything(without)
     lost = bad[before.ids]
@@ -142,25 +115,13 @@ def test_an_unreadable_sample_becomes_padding_and_all_others_keep_their_places()
     assert counts == [int(part.sum()) for part in after.weights.split(16)]
 
 
-@pytest.mark.parametrize(
-    ("config", "labels", "weights", "message"),
-    [
-        (WEIGHTS, torch.zeros(3).long(), None, "this data has no weights"),
-        (WEIGHTS, torch.zeros(3).long(), torch.ones(2), r"\[2\] weights for 3 training samples"),
-        (WEIGHTS, torch.zeros(3).long(), torch.tensor([1, -0.5, torch.nan]), "2 weights .* first is -0.5 of .* 1;"),
-        (WEIGHTS, torch.zeros(3).long(), torch.zeros(3), "can be read are 0"),
-        (BALANCED, torch.ones(3, 2).bool(), None, "one label for each image"),
-    ],
-)
-def test_weights_that_cannot_be_used_are_refused(
-    config: Config, labels: torch.Tensor, weights: torch.Tensor | None, message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        create_draws(config, labels, weights)
-
-
-def test_images_with_several_labels_are_drawn_by_weights_and_shuffle_draws_nothing() -> None:
+def test_images_with_several_labels_are_not_drawn_by_class_and_shuffle_draws_nothing() -> None:
     labels = torch.tensor([[True, False], [True, True], [False, False]])
-    draws = create_draws(WEIGHTS, labels, torch.tensor([1.0, 2.0, 0.0]))
-    assert draws is not None and torch.bincount(draws.of_epoch(0), minlength=3).tolist() == [1, 2, 0]
-    assert create_draws(Config(), labels, None) is None
+    with pytest.raises(UserError, match="one label for each image"):
+        create_draws(BALANCED, labels)
+    assert create_draws(Config(), labels) is None
+
+
+def test_processes_with_other_labels_notice_it() -> None:
+    labels = torch.tensor([0, 1, 1])
+    assert Draws(0, labels).digest() == Draws(0, labels.clone()).digest() != Draws(0, 1 - labels).digest()

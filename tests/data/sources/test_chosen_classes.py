@@ -81,23 +81,19 @@ def test_a_split_without_their_images(pets: Path) -> None:
         load_splits(Data(name="folder", root=pets, only_classes=("cat", "dog")), 0)
 
 
-def test_weights_and_unreadable_images_follow(pets: Path, tmp_path: Path) -> None:
+def test_unreadable_images_follow(pets: Path, tmp_path: Path) -> None:
     (pets / "cat/1.png").write_bytes(b"damaged")
-    rows = [f"{kind}/{number}.png,{kind},{number}" for number in range(30) for kind in [KINDS[number % 3]]]
-    (pets / "labels.csv").write_text("\n".join(["path,label,weight", *rows]))
+    rows = [f"{kind}/{number}.png,{kind}" for number in range(30) for kind in [KINDS[number % 3]]]
+    (pets / "labels.csv").write_text("\n".join(["path,label", *rows]))
     (tmp_path / "bad.txt").write_text("cat/1.png\n")
     data = Data(
         name="csv",
         root=pets / "labels.csv",
         only_classes=("dog", "cat"),
         skip_unreadable=tmp_path / "bad.txt",
-        sampler="weights",
     )
     found = load_splits(data, 0)
-    assert found.train_weights is not None and found.unreadable is not None
-    assert [f"{name.split('/')[-1]}" for name in names(found.train)] == [
-        f"{int(weight)}.png" for weight in found.train_weights.tolist()
-    ]
+    assert found.unreadable is not None
     assert [names(found.train)[id] for id in found.unreadable.nonzero()[:, 0]] == [f"{pets}/cat/1.png"]
     assert found.train.labels.tolist() == [int("/cat/" in name) for name in names(found.train)]
 

@@ -116,30 +116,12 @@ def test_labels_do_not_lie_in_memory_that_a_worker_takes_over(tmp_path: Path) ->
 class Held(Items):
     def __init__(self):
         super().__init__(uint8, 1000)
-        self.targets, self.weights = torch.arange(1000) % 2, torch.arange(1000).double()
+        self.targets = torch.arange(1000) % 2
 """
-    splits = splits_of(tmp_path, "{'train': Held()}", more, sampler="weights")
-    assert isinstance(splits.train, UserDataset) and splits.train_weights is not None
+    splits = splits_of(tmp_path, "{'train': Held()}", more)
+    assert isinstance(splits.train, UserDataset)
     splits.train.dataset.targets.fill_(7)
-    splits.train.dataset.weights.fill_(7)
     assert splits.train.labels.tolist() == [0, 1] * 500
-    assert splits.train_weights.tolist() == list(range(1000))
-
-
-def test_weights_are_read_for_the_sampler_alone(tmp_path: Path) -> None:
-    more = """
-class Weighted(Items):
-    def __init__(self, weights): super().__init__(uint8, 4); self.weights = weights
-"""
-    train = "{'train': Subset(Weighted([1, 2, 3, 4]), [0, 2, 3])}"
-    weights = splits_of(tmp_path, train, more, sampler="weights").train_weights
-    assert weights is not None and weights.dtype == torch.float64 and weights.tolist() == [1, 3, 4]
-    left = splits_of(tmp_path, train, more, sampler="weights", train_limit=2, root=tmp_path)
-    assert left.train_weights is not None and len(left.train_weights) == 2
-    wrong = "{'train': Weighted({'cat': 1})}"
-    assert splits_of(tmp_path, wrong, more).train_weights is None
-    with pytest.raises(UserError, match="train has `weights` that are not numbers"):
-        splits_of(tmp_path, wrong, more, sampler="weights")
 
 
 def test_targets_are_used_without_reading_an_item(tmp_path: Path) -> None:

@@ -172,10 +172,6 @@ def _difference(before: Index, now: Index) -> str:
             changed = np.flatnonzero((old.stats.array != files.stats.array).any(1))
             if len(changed):
                 return f"{len(changed):,} image files have another size or time, such as {files.names[changed[0]]}"
-    if (before.weights is None) != (now.weights is None):
-        return "other weights"
-    if before.weights is not None and now.weights is not None and not torch.equal(before.weights, now.weights):
-        return "other weights"
     return ""
 
 
@@ -183,7 +179,7 @@ def splits_of_index(data: Data, index: Index, source_of: Callable[[SplitFiles], 
     """The splits of an index, of which `source_of` has the images."""
     sources = {split: source_of(files) for split, files in index.splits.items()}
     said = {"ignored": index.ignored, "notes": index.notes, "mistake": index.mistake}
-    listed = {"train_weights": index.weights, "table": index.table, "missing": index.missing}
+    listed = {"table": index.table, "missing": index.missing}
     return splits_of_files(data, index.classes, sources, **said, **listed)
 
 
@@ -235,9 +231,9 @@ def _settled(root: Path, places: Sequence[str], began: float) -> bool:
 # The index of a data set of files, and the safetensors file that keeps it: complete or absent, mapped into memory.
 
 
-VERSION = 3
+VERSION = 4
 """To be raised when an `Index` of the same files changes: other images are found, or other classes."""
-DTYPES = {"U8": "<u1", "BOOL": "?", "I64": "<i8", "F64": "<f8"}
+DTYPES = {"U8": "<u1", "BOOL": "?", "I64": "<i8"}
 """safetensors' names of data types -> NumPy's."""
 NOT_MAPPED = ("nfs", "cifs", "smb", "9p", "fuse")
 """How the names of file systems begin whose files another machine can take away while they are open. To read such a
@@ -270,8 +266,6 @@ class Index:
     splits: Mapping[str, SplitFiles]
     tars: tuple[str, ...] = ()
     """The tar files of `SplitFiles.positions`."""
-    weights: torch.Tensor | None = None
-    """float64 [n], those of a table's training images."""
     table: str = ""
     missing: tuple[str, ...] = ()
     ignored: str = ""
@@ -296,15 +290,13 @@ def read_index(file: Path, root: Path) -> Index | None:
         about = parse_json(header["index"])
         if about["version"] != VERSION or _checksum(header["index"], arrays) != header["checksum"]:
             return None
-        weights = arrays.get("weights")
         splits = {split: _split(arrays, split) for split in about["splits"]}
-        _check(about, splits, weights)
+        _check(about, splits)
         return Index(
             places=tuple(about["states"]),
             classes=tuple(about["classes"]),
             splits=splits,
             tars=tuple(about["tars"]),
-            weights=None if weights is None else torch.from_numpy(weights.array),
             table=about["table"],
             ignored=about["ignored"],
             # They name the folder, which may have been copied together with its index.
@@ -356,7 +348,7 @@ def _checksum(about: str, arrays: Mapping[str, SharedArray]) -> str:
     return str(total)
 
 
-def _check(about: Mapping[str, Any], splits: Mapping[str, SplitFiles], weights: SharedArray | None) -> None:
+def _check(about: Mapping[str, Any], splits: Mapping[str, SplitFiles]) -> None:
     """Raise ValueError unless the parts of an index, which may be somebody else's, are of their kinds and fit."""
     lists = [about[name] for name in ("classes", "tars", "notes", "splits")]
     words = [about[name] for name in ("root", "table", "ignored", "mistake")]
@@ -377,8 +369,6 @@ def _check(about: Mapping[str, Any], splits: Mapping[str, SplitFiles], weights: 
             fits &= positions.array.shape == (count, 3) and _is_within(positions.array[:, 0], len(about["tars"]))
         if not fits:
             raise ValueError("its arrays do not fit to each other")
-    if weights is not None and weights.array.shape != (len(splits["train"].labels),):
-        raise ValueError("its weights do not fit to its images")
 
 
 def _is_within(values: np.ndarray[Any, Any], most: int) -> bool:
@@ -437,8 +427,6 @@ def _remove_leftovers(file: Path) -> None:
 
 
 def _tensors(index: Index) -> Iterator[tuple[str, torch.Tensor]]:
-    if index.weights is not None:
-        yield "weights", index.weights
     for split, files in index.splits.items():
         yield f"{split}.text", torch.from_numpy(files.names.text)
         yield f"{split}.ends", torch.from_numpy(files.names.ends)

@@ -1,4 +1,4 @@
-"""A CSV table that lists image files and their labels, and optionally splits and weights: `--data.name csv`.
+"""A CSV table that lists image files and their labels, and optionally splits: `--data.name csv`.
 
 The samples are sorted by path, as those of a folder are, so the order of the rows does not matter: a table of a
 folder's images, in the folder, trains to the same bits as the folder, if its classes have the same order: numbers are
@@ -12,7 +12,6 @@ import difflib
 import hashlib
 import io
 import json
-import math
 import posixpath
 import re
 import sys
@@ -55,8 +54,6 @@ class _Rows:
     """The cells."""
     splits: list[str] = field(default_factory=list)
     """train, validation or test."""
-    weights: list[float] = field(default_factory=list)
-    """Empty if the table has no such column."""
     ignored: str = ""
     notes: tuple[str, ...] = ()
 
@@ -99,7 +96,6 @@ def _look(path: Path, given: Mapping[str, str], progress: Progress) -> Index:
         mistakes.raise_all()
     order = np.array(sorted(there, key=rows.paths.__getitem__))
     files: dict[str, SplitFiles] = {}
-    weights = None
     digest = hashlib.sha256(json.dumps(classes).encode())
     for split in ("train", "validation", "test"):
         ids = order[splits[order] == split]
@@ -110,14 +106,10 @@ def _look(path: Path, given: Mapping[str, str], progress: Progress) -> Index:
         for part in (split, *paths):
             digest.update(f"{part}\0".encode())
         digest.update(labels[ids].tobytes())
-        if split == "train" and rows.weights:
-            weights = torch.tensor(rows.weights, dtype=torch.float64)[ids]
-            digest.update(weights.numpy().tobytes())
     return Index(
         places=(path.name, *sorted({rows.paths[index].rpartition("/")[0] for index in there})),
         classes=classes,
         splits=files,
-        weights=weights,
         table=digest.hexdigest(),
         missing=tuple(sorted(rows.paths[index] for index in missing)),
         ignored=rows.ignored,
@@ -193,8 +185,6 @@ def _read(path: Path, given: Mapping[str, str], mistakes: Mistakes) -> _Rows:
         rows.paths.append(image)
         rows.labels.append(sys.intern(values["label"]))  # one string, not a million
         rows.splits.append(SPLIT_NAMES[values["split"].lower()] if "split" in columns else "train")
-        if "weight" in columns:
-            rows.weights.append(float(values["weight"] or 0))
     if not rows.numbers:
         mistakes.raise_all()
         raise UserError(f"{path} has a header, but no row with an image.")
@@ -206,14 +196,14 @@ def _read(path: Path, given: Mapping[str, str], mistakes: Mistakes) -> _Rows:
 
 def _problem(values: dict[str, str]) -> tuple[str, str] | None:
     """Kind and description of the first mistake in a row's cells, apart from its files; None: there is none."""
-    path, weight, split = values["path"], values.get("weight"), values.get("split", "train")
+    path, split = values["path"], values.get("split", "train")
     for role, cell in values.items():
         if not cell.isprintable() and CONTROL.search(cell):
             return "control", f"the {role} has a line break or another control character: {cell!r}."
         if not cell and role == "label":
             advice = f"If images of this table have several labels or none, write {SEPARATOR} for none."
             return "empty label", f"the label is empty. {advice}"
-        if not cell and (role != "weight" or SPLIT_NAMES.get(split.lower()) == "train"):
+        if not cell:
             return f"empty {role}", f"the {role} is empty."
     if path[1:3] in (":/", ":\\"):
         return "outside", f"the path '{path}' is one of Windows; write it relative to the table's folder, with /."
@@ -222,16 +212,7 @@ def _problem(values: dict[str, str]) -> tuple[str, str] | None:
     if split.lower() not in SPLIT_NAMES:
         hint = nearest(split.lower(), SPLIT_NAMES)
         return "split", f"unknown split '{split}'; expected train, val or test.{hint}"
-    if weight and not _is_weight(weight):
-        return "weight", f"the weight '{weight}' is not a number of at least 0, such as 0.5."
     return None
-
-
-def _is_weight(text: str) -> bool:
-    try:
-        return 0 <= float(text) < math.inf
-    except ValueError:
-        return False
 
 
 def _labels(cells: Sequence[str]) -> tuple[tuple[str, ...], Labels]:
@@ -299,7 +280,6 @@ COLUMNS = {
     "path": ("path", "file", "filename", "filepath", "image"),
     "label": ("label", "labels", "class", "target"),
     "split": ("split",),
-    "weight": ("weight",),
 }
 """The names that a column may have, in capital or small letters: "File name" and file_name are filename."""
 OPTIONS = {"path": "--data.image-column", "label": "--data.label-column"}

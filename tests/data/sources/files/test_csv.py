@@ -65,7 +65,7 @@ SPLIT = "path,label,split\nb/4.png,dog,val\n7.png,dog,TRAIN\na/1.png,cat,train\n
 
 def test_the_columns_and_the_order_of_samples(images: Path) -> None:
     splits = load(images, SPLIT)
-    assert splits.classes == ("cat", "dog") and not splits.multi_label and splits.train_weights is None
+    assert splits.classes == ("cat", "dog") and not splits.multi_label
     assert names(splits.train, images) == ["7.png", "a/1.png"] and splits.train.labels.tolist() == [1, 0]
     assert names(splits.validation, images) == ["b/3.png", "b/4.png"] and splits.validation.labels.tolist() == [0, 1]
     assert names(splits.test, images) == ["a/2.png"]
@@ -91,8 +91,7 @@ def test_the_table_is_its_content_not_its_form(images: Path) -> None:
         assert splits.table == expected.table and splits.classes == expected.classes
     assert splits.ignored == "column 'x'"
     changed = [SPLIT.replace("7.png,dog", "6.png,dog"), SPLIT.replace("test", "val"), SPLIT.replace("cat", "kat")]
-    changed += ["path,label,weight\n6.png,a,1\n7.png,b,2\n", "path,label,weight\n6.png,a,1\n7.png,b,1\n"]
-    assert len({expected.table, *(load(images, text).table for text in changed)}) == 6
+    assert len({expected.table, *(load(images, text).table for text in changed)}) == 4
 
 
 def test_columns_that_are_named(images: Path) -> None:
@@ -147,16 +146,6 @@ def test_several_labels(images: Path) -> None:
     assert halves.validation is not None and [len(halves.train), len(halves.validation)] == [3, 2]
     quoted = 'path;labels\n6.png;"x;y"\n7.png;x\n'
     assert load(images, quoted).train.labels.int().tolist() == [[1, 1], [1, 0]]
-
-
-def test_weights_follow_their_samples(images: Path) -> None:
-    table = "path,label,weight\n" + "".join(f"{path},{n % 2},{n}.5\n" for n, path in enumerate(IMAGES))
-    splits = load(images, table, val_fraction=0.3)
-    assert splits.train_weights is not None and splits.train_weights.dtype == torch.float64
-    expected = {path: n + 0.5 for n, path in enumerate(IMAGES)}
-    assert splits.train_weights.tolist() == [expected[name] for name in names(splits.train, images)]
-    only_train = load(images, "path,label,split,weight\n6.png,a,train,0\n7.png,b,train,2\na/1.png,a,val,\n")
-    assert only_train.train_weights is not None and only_train.train_weights.tolist() == [0, 2]
 
 
 def test_the_same_division_as_a_folder_of_the_same_images(tmp_path: Path) -> None:
@@ -223,11 +212,6 @@ GOOD = "path,label\n6.png,x\n7.png,y\n"
         ("path,label,split\n6.png,x,train\n7.png,y,val\n", "row 3: the class 'y' of this validation image has no"),
         ("path,label,split\n6.png,x;y,train\n7.png,x;z,val\n", "row 3: the class 'z' of this validation image has no"),
         ("path,label,split\n6.png,x,val\n7.png,y,test\n", "no row has the split train, only test and validation."),
-        *(
-            (f"path,label,weight\n6.png,x,1\n7.png,y,{weight}\n", f"row 3: the weight '{weight}' is not a number")
-            for weight in ("-1", "nan", "inf", "heavy")
-        ),
-        ("path,label,weight\n6.png,x,1\n7.png,y,\n", "row 3: the weight is empty."),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_with_the_rows_number(images: Path, text: str | bytes, expected: str) -> None:

@@ -56,8 +56,8 @@ def make(root: Path, kind: str) -> Path:
 
 def write_table(root: Path, *rows: str) -> None:
     images = [path.relative_to(root).as_posix() for path in sorted((root / "train").rglob("*.png"))]
-    lines = [f"{image},{Path(image).parts[1]},{1 + (number == 0)}" for number, image in enumerate(images)]
-    (root / TABLE).write_text("\n".join(["path,label,weight", *lines, *rows]))
+    lines = [f"{image},{Path(image).parts[1]}" for image in images]
+    (root / TABLE).write_text("\n".join(["path,label", *lines, *rows]))
 
 
 def settle(root: Path) -> None:
@@ -70,11 +70,10 @@ def settle(root: Path) -> None:
 def content(root: Path, kind: str) -> Any:
     """All that is found in a data set, its pixels too."""
     splits: Splits = load.read_splits(Data(name=kind, root=root / TABLE if kind == "csv" else root))
-    weights = None if splits.train_weights is None else splits.train_weights.tolist()
     return (
         splits.classes, splits.ignored, splits.notes, splits.mistake,
         [[(source.name(i), int(source.labels[i])) for i in range(len(source))] for source in splits.sources.values()],
-        [values(source) for source in splits.sources.values()], weights, splits.table,
+        [values(source) for source in splits.sources.values()], splits.table,
     )  # fmt: skip
 
 
@@ -181,7 +180,7 @@ def another_row(root: Path) -> None:
 
 def beside_the_table(root: Path) -> None:
     (root / "0.png").write_bytes(image(208))
-    write_table(root, "0.png,cat,1")
+    write_table(root, "0.png,cat")
 
 
 CHANGES = [
