@@ -12,18 +12,16 @@ from typing import Any
 
 import yaml
 
-from accel_train.config.compatibility import affects_learning
 from accel_train.errors import LOGGER, UserError, writing
 from accel_train.files import fsync, set_default_permissions
 from accel_train.launch.environment import Launch
-from accel_train.records.model_info import ModelInfo
 from accel_train.tools.evaluate_run import interval_of
 from accel_train.tools.export.compare import check, real_images
 from accel_train.tools.export.formats import FILE, FORMATS, OPSET, check_installed, rules_of, timm_architecture
 from accel_train.tools.load_run import LoadedRun, load
-from accel_train.tools.report.records import RunRecords, differences_from_recipe, read_run
+from accel_train.tools.report.records import RunRecords, read_run
 from accel_train.untrusted import read_json_object
-from accel_train.user_code.reference import PREFIXES, short_name
+from accel_train.user_code.reference import short_name
 
 FILES = {FILE, "README.md", "model.onnx", "model.onnx.data", "model.pt2", "config.json", "model.safetensors"}
 """All that exports write."""
@@ -121,11 +119,6 @@ def _put_in_place(folder: Path, output: Path) -> None:
 
 
 SHOWN = 50  # at most so many names of classes
-MAIN = (
-    "model.name", "epochs", "batch-size", "optim.name", "optim.lr", "optim.weight-decay", "schedule.name", "loss.name",
-    "seed",
-)  # fmt: skip
-PRIVATE = ("data.root", "model.weights")  # paths on the machine of the training
 
 USE = {
     "timm": """```python
@@ -163,12 +156,8 @@ def model_card(loaded: LoadedRun, format: str, checked: Sequence[str]) -> str:
         f"`{FILE}` says how an image file becomes the input, and what the outputs are called.",
         "## Data",
         "\n".join([_images(run, data), f"- {len(info.classes)} classes: {names}", *labels]),
-        "## Figures",
-        "\n".join(_figures(run, loaded.weights)),
-        "## Recipe",
-        "\n".join(_recipe(run)),
-        "## Limits",
-        "\n".join(_limits(info)),
+        "## Metrics",
+        "\n".join(_metrics(run, loaded.weights)),
         "## Checks",
         "The export was loaded again and compared with the trained model:",
         "\n".join(f"- {line}" for line in checked),
@@ -182,7 +171,7 @@ def _images(run: RunRecords, data: str) -> str:
     return f"- data set: {data}" + (f", images: {' and '.join(counts)}" if counts else "")
 
 
-def _figures(run: RunRecords, weights: Path) -> list[str]:
+def _metrics(run: RunRecords, weights: Path) -> list[str]:
     """Those of the last `accel-train evaluate` of these weights, else those of the run's end."""
     splits = ("test", "val")
     split, record = next(((s, r) for s in splits if (r := _evaluation(run, s, weights))), ("test", None))
@@ -196,7 +185,7 @@ def _figures(run: RunRecords, weights: Path) -> list[str]:
         if record and len(run.info.classes) >= metric.fewest_classes and record.get(metric.name) is not None
     ]
     if record is None or not lines:
-        return ["No figures: the model has not been evaluated."]
+        return ["The model has not been evaluated."]
     if (interval := interval_of(record)) is not None:
         lines.append(f"- 95% interval of the accuracy (Wilson): {interval[0]:.1%} to {interval[1]:.1%}")
     count = f", {record['count']} images" if record["count"] else ""
@@ -204,7 +193,7 @@ def _figures(run: RunRecords, weights: Path) -> list[str]:
 
 
 def _evaluation(run: RunRecords, split: str, weights: Path) -> dict[str, Any] | None:
-    """The figures of `accel-train evaluate`, if they are of the exported weights."""
+    """The metrics of `accel-train evaluate`, if they are of the exported weights."""
     try:
         record = read_json_object(run.path / f"evaluation-{split}.json")[weights.stem]
         same = (run.path / record["weights"]).resolve() == weights.resolve()
@@ -213,37 +202,7 @@ def _evaluation(run: RunRecords, split: str, weights: Path) -> dict[str, Any] | 
         return None
 
 
-def _recipe(run: RunRecords) -> list[str]:
-    """The most important settings, and the others that decide what is learned and are not those of the recipe."""
-    title, changed = differences_from_recipe(run)
-    learned = [key for key in changed if key not in PRIVATE and affects_learning(key, run.config.schedule.name)]
-    lines = [f"- {key}: {_public(key, run.settings[key])}" for key in dict.fromkeys((*MAIN, *learned))]
-    return [*lines, f"- all other settings that decide what is learned are those of {title}"]
-
-
-def _public(key: str, value: Any) -> Any:
-    """A setting without the folders of the machine of the training."""
-    if key in PREFIXES:
-        name = short_name(key, str(value))
-        return f"local-dir:{Path(name).name}" if name.startswith("local-dir:") else name
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
-
-
-def _limits(info: ModelInfo) -> list[str]:
-    one = "one of its classes" if not info.multi_label else "probabilities of its classes"
-    lines = [
-        f"- It knows only its classes: an image of anything else gets {one}, too.",
-        "- The figures hold for images like those of the training. Measure others first, such as from another camera.",
-        f"- It sees {info.image_size} x {info.image_size} pixels of the centre of an image.",
-    ]
-    if info.range is not None:
-        low, high = info.range
-        lines.append(
-            f"- Images of more than 8 bits were scaled to 8 first: {low:.12g} is 0 (black), {high:.12g} is 255 "
-            f"(white). `{FILE}` begins with images of 8 bits."
-        )
-    if not info.takes_files:
-        lines.append(
-            "- Its inputs were tensors that the user's own code prepared; image files cannot be prepared alike."
-        )
-    return lines
+def _public(option: str, name: str) -> str:
+    """The name of a model or data set without the folders of the machine of the training."""
+    name = short_name(option, name)
+    return f"local-dir:{Path(name).name}" if name.startswith("local-dir:") else name

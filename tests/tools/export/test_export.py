@@ -105,7 +105,6 @@ def test_onnx_of_the_digits(digits: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "exponential moving average" in card
     result = json.loads((digits / "result.json").read_text())
     assert f"- accuracy: {result['ema_test_accuracy']:.2%}\n" in card
-    assert "- ema.enabled: True\n" in card
     assert str(digits) not in card
 
 
@@ -344,9 +343,7 @@ def test_the_range_of_the_data_is_exported(tmp_path: Path, capsys: pytest.Captur
     assert cli.main(["train", *words.split()]) == 0
     assert exported(run, "pt2") == 0
     assert "the same class as predict for 8 of 8 images" in capsys.readouterr().out
-    folder = run / "export-pt2"
-    assert rules_in(folder)["range"] == [0, 4095]
-    assert "0 is 0 (black), 4095 is 255 (white)" in (folder / "README.md").read_text()
+    assert rules_in(run / "export-pt2")["range"] == [0, 4095]
 
 
 def test_missing_packages_and_options(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
