@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from accel_train.config.schema import Augment, Model
 from accel_train.data.transforms.parameters import crop_fraction, resize_default
 from accel_train.errors import UserError, needing, reason_of
-from accel_train.models.factory import architecture, is_torchvisions, more_arguments
+from accel_train.models.factory import more_arguments
 from accel_train.models.nets import NETS, TORCHVISION
 from accel_train.models.weights import CONFIG, FILES, KEPT, architecture_of, is_hub_name
 from accel_train.records.model_info import ModelInfo
@@ -170,18 +170,6 @@ def quietly(format: str) -> Iterator[None]:
         logging.disable(disabled)
 
 
-# Models of others that are one of timm's, with the same names of weights: its name there, and its arguments.
-SAME: dict[str, tuple[str, dict[str, Any]]] = {
-    f"{TORCHVISION}{name}": (name, {})
-    for name in (
-        "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d",
-        "resnext101_64x4d", "wide_resnet50_2", "wide_resnet101_2",
-    )
-} | {
-    "vit_s16_plain": ("vit_small_patch16_224", {"class_token": False, "global_pool": "avg", "fc_norm": False})
-}  # fmt: skip
-
-
 def timm_architecture(model: Model, info: ModelInfo) -> tuple[str, dict[str, Any]]:
     """timm's name of the run's architecture, and the arguments that it is created with.
 
@@ -192,21 +180,11 @@ def timm_architecture(model: Model, info: ModelInfo) -> tuple[str, dict[str, Any
         name, described, _ = architecture_of(model.name, info.origin.architecture)
         reserved = ("num_classes", "in_chans", "img_size")
         return name, {key: value for key, value in described.items() if key not in reserved} | arguments
-    theirs = model.name.startswith(TORCHVISION)
-    if (same := TORCHVISION + architecture(model.name) if theirs else model.name) in SAME:
-        if arguments and theirs:
-            raise _not_timms(model, ", with model.kwargs")
-        name, own = SAME[same]
-        return name, own | arguments
-    of_others = model.name in NETS or is_torchvisions(model.name)
+    of_others = model.name in NETS or model.name.startswith(TORCHVISION)
     if of_others or parse_reference("model.name", model.name) is not None:
-        raise _not_timms(model)
+        name = short_name("model.name", model.name)
+        raise UserError(f"--format timm: {name} is not an architecture of timm's; use --format onnx or pt2.")
     return model.name.partition(".")[0], arguments
-
-
-def _not_timms(model: Model, more: str = "") -> UserError:
-    name = short_name("model.name", model.name)
-    return UserError(f"--format timm: {name}{more} is not an architecture of timm's; use --format onnx or pt2.")
 
 
 def write_timm(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
@@ -231,7 +209,7 @@ def write_timm(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
     config.pop("num_classes", None)
     if tuple(published.get("input_size", ())[1:]) != (size, size):
         config.pop("pool_size", None)
-    if published.get("fixed_input_size") or name == "vit_small_patch16_224":
+    if published.get("fixed_input_size"):
         arguments["img_size"] = info.training_size
     if info.channels != 3:
         arguments["in_chans"] = info.channels

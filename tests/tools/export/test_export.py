@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -191,11 +192,9 @@ def test_a_timm_directory(photos: Path, tmp_path: Path, capsys: pytest.CaptureFi
     [
         ("test_vit", 64, 3, ("--model.gradient-checkpointing", "true")),
         ("test_efficientnet", 32, 1, ("--model.freeze-body", "true")),
-        ("torchvision/resnet18.IMAGENET1K_V1", 32, 1, ()),
-        ("vit_s16_plain", 32, 3, ()),
     ],
 )
-def test_timm_has_more_than_its_own_names(
+def test_what_a_timm_directory_keeps_of_the_model(
     name: str, size: int, channels: int, words: tuple[str, ...], photos: Path, tmp_path: Path
 ) -> None:
     run = run_of(tmp_path, photos, name, size, *words, channels=channels)
@@ -204,6 +203,19 @@ def test_timm_has_more_than_its_own_names(
     inputs = torch.randn(3, channels, size, size)
     with torch.inference_mode():
         assert (model(inputs) - load(run).model(inputs)).abs().max() < 1e-3
+
+
+def test_torchvisions_resnets_are_timms(photos: Path, tmp_path: Path) -> None:
+    """The few lines of docs/export.md, in place of an export."""
+    run = run_of(tmp_path, photos, "torchvision/resnet18", 32)
+    assert exported(run, "timm") == 2
+    page = (helpers.ROOT / "docs" / "export.md").read_text()
+    (code,) = re.findall(r"```python\n(# to_timm\.py\n.*?)```", page, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(code.replace("runs/mine", str(run)).replace("num_classes=10", "num_classes=2"), found)
+    inputs = torch.randn(3, 3, 32, 32)
+    with torch.inference_mode():
+        assert (found["model"].eval()(inputs) - load(run).model(inputs)).abs().max() < 1e-3
 
 
 CODE = """
