@@ -10,7 +10,7 @@ from accel_train.errors import print_line
 
 COMMANDS = {  # name -> (its module in this folder, what it does)
     "train": ("train", "train a model with a recipe, or resume a run"),
-    "submit": ("jobs", "submit it to Slurm or PBS, with several seeds and settings"),
+    "submit": ("jobs", "submit trainings to Slurm or PBS, with several seeds and settings"),
     "evaluate": ("evaluate", "evaluate a run's model on a split"),
     "predict": ("evaluate", "classify images with a run's model"),
     "report": ("results", "write a page about a run, or compare several: metrics, speed, curves"),
@@ -18,15 +18,15 @@ COMMANDS = {  # name -> (its module in this folder, what it does)
     "track": ("results", "send a run's curves to TensorBoard, W&B or MLflow"),
     "runs": ("results", "list runs: state, epoch, accuracy, age, owner"),
     "doctor": ("train", "check nodes, data and job limits before a long run"),
-    "after-job": ("jobs", "decide what a job script does after its training"),
+    "after-job": ("jobs", "for job scripts: whether to start the job again"),
     "bench": ("recipes", "measure how close the trainer comes to the device's limit"),
     "preview": ("recipes", "write a picture of the images that the model will see"),
     "find-lr": ("recipes", "train with growing learning rates, and draw the loss over them"),
     "init": ("recipes", "write config files, job scripts and a commented recipe into a folder"),
     "recipes": ("recipes", "list the recipes, or print one"),
     "completion": ("help", "complete commands and options with Tab in your shell"),
-    "check-data": ("data", "find unreadable and equal images of a dataset, and empty classes"),
-    "shards": ("data", "write a dataset as WebDataset shards: copied, made smaller, or as pixels"),
+    "check-data": ("data", "find unreadable images, duplicates and empty classes in a dataset"),
+    "shards": ("data", "write a dataset as WebDataset shards: its files, smaller images, or pixels"),
 }
 
 

@@ -46,8 +46,9 @@ WIDEST = 100  # characters of a line
 COLUMN = 34  # where the help texts begin
 TRAIN = (
     "Train an image classifier. Each option changes one value of the recipe.\n\n"
-    f"RECIPE is the path of a YAML file, or one of {', '.join(recipe_names())}. Without one, give --model.name and "
-    f"--data.name; the other values are those of a plain recipe: {NEUTRAL_IN_WORDS}."
+    f"RECIPE is the path of a YAML file, or one of {', '.join(recipe_names())}. Each (default: …) is the "
+    "value where a recipe does not set the option.\n\nWithout a recipe, give --model.name and --data.name: the other "
+    f"values are then {NEUTRAL_IN_WORDS}."
 )
 
 

@@ -116,13 +116,13 @@ class Data:
     """full: random over the whole set; shards (for tar and wds): open a few shards at a time and shuffle among
     these, for data on a network file system or in an object store (docs/large_data.md)."""
     open_shards: Annotated[int, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES] = 16
-    """data.order=shards: how many shards each canonical node mixes at a time."""
+    """data.order=shards: how many shards each group of data.canonical-nodes mixes at a time."""
     canonical_nodes: Annotated[int | None, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES] = None
-    """data.order=shards: parts of an update, each with shards of its own; a multiple of the processes or machines is
-    best. A divisor of the batch size; default: 8, or else 4, 2 or 1."""
+    """data.order=shards: into how many groups a batch is divided; each group reads shards of its own. It divides the
+    batch size, and is best a multiple of the number of processes. Default: 8, or else 4, 2 or 1."""
     repeats: Annotated[int, COUNT, DECIDES_SAMPLES] = 1
-    """Repeated augmentation: each sample is so many times in its update, augmented differently; an epoch is as long as
-    before, so it has a part of the samples only."""
+    """Repeated augmentation: each sample is N times in its batch, each time augmented differently. The epoch is as long
+    as before, so it uses 1/N of the samples."""
     drop_last: bool = False
     """Skip an epoch's last samples if they do not fill a batch (else: a smaller batch)."""
     skip_unreadable: Annotated[
@@ -170,7 +170,7 @@ class Augment:
     center or random."""
     crop_fraction: Annotated[float | None, ABOVE_0] = None
     """In evaluation the crop has this fraction of the image's short side, at any size, as with timm's crop_pct; in
-    place of augment.resize. Training: as without either."""
+    place of augment.resize. It does not change the training."""
     crop: Literal["center", "random", "resized", "squash"] = "center"
     """Training crop: the centre; a random position; torchvision's RandomResizedCrop (resized); or the whole image
     as a square (squash)."""
@@ -186,7 +186,8 @@ class Augment:
     """How images are resized, in training and evaluation, with antialiasing; and how augment.policy
     turns them."""
     train_interpolation: Literal[Interpolation, "random"] | None = None
-    """Another one in training; random: bilinear or bicubic, drawn for each image. Default: augment.interpolation."""
+    """The interpolation in training, if it differs; random: bilinear or bicubic, drawn for each image. Default:
+    augment.interpolation."""
     flip: Annotated[float, FRACTION] = 0.0
     """Probability of a horizontal flip."""
     vertical_flip: Annotated[float, FRACTION] = 0.0
@@ -217,8 +218,8 @@ class Augment:
     mix_probability: Annotated[float, FRACTION, NEEDS_MIXING] = 1.0
     """Probability of mixing (Mixup or CutMix), of each pair: see augment.mix-mode."""
     mix_mode: Annotated[Literal["pair", "elem", "batch"], NEEDS_MIXING] = "pair"
-    """What is mixed in one way, with one share: each pair; each sample (elem), with its neighbour; or all pairs of a
-    virtual batch (batch)."""
+    """Which images share one mixing ratio (lambda): the two of a pair (pair); none, for each sample has its own (elem);
+    or all pairs of a virtual batch (batch; see virtual-batch-size)."""
     mean: tuple[float, ...] | None = None
     """Mean to subtract from each channel (0 to 1); default: that of the weights, else the data's."""
     std: Annotated[tuple[float, ...] | None, ALL_POSITIVE] = None
@@ -277,7 +278,8 @@ class Model:
     image_size: Annotated[int | None, POSITIVE] = None
     """Input height and width in pixels; default: that of the weights, the data's, or 224."""
     eval_image_size: Annotated[int | None, POSITIVE] = None
-    """Height and width in evaluation and prediction, if others; see augment.resize. Default: as in training."""
+    """Input height and width in evaluation and prediction, if they differ; see augment.resize. Default: as in
+    training."""
     freeze_body: bool = False
     """Train only the last layer; BatchNorm statistics of the other layers do not change."""
     freeze: tuple[str, ...] = ()
@@ -316,7 +318,7 @@ class Optim:
     layer_decay: Annotated[float | None, FRACTION] = None
     """Learning rate of each layer, as a multiple (0 to 1) of the next layer's."""
     head_lr: Annotated[float | None, NOT_NEGATIVE] = None
-    """Learning rate of the last layer, if another; the schedule changes both in the same proportion."""
+    """Learning rate of the last layer, if it differs; the schedule changes both in the same proportion."""
     clip: Annotated[float | None, POSITIVE] = None
     """Clip gradients to this value; see optim.clip-mode."""
     clip_mode: Annotated[Literal["norm", "value", "agc"], Needs("optim.clip")] = "norm"
@@ -326,8 +328,9 @@ class Optim:
 @dataclass(frozen=True)
 class Schedule:
     name: Annotated[str, SCHEDULE_NAME] = "constant"
-    """Learning rate after the warm-up: constant, cosine, step, multistep, poly, one_cycle, plateau; or your own factor
-    of it, FILE.py:FUNCTION of (epoch, epochs). All but plateau depend on the update number alone."""
+    """Learning rate after the warm-up: constant, cosine, step, multistep, poly, one_cycle, plateau; or your own
+    FILE.py:FUNCTION of (epoch, epochs), which returns the factor of the learning rate. All but plateau depend on the
+    update number alone."""
     per: Literal["update", "epoch"] = "update"
     """Change the learning rate at each update, or only where an epoch begins, as timm and torchvision do by default."""
     warmup_epochs: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -335,7 +338,8 @@ class Schedule:
     warmup_lr: Annotated[float, NOT_NEGATIVE, NEEDS_WARMUP] = 0.0
     """Learning rate at the start of the warm-up."""
     warmup_prefix: Annotated[bool, NEEDS_WARMUP, Needs("schedule.name", ("cosine", "poly"))] = True
-    """cosine, poly: fall from the end of the warm-up on; false: as if from the start (timm's default)."""
+    """cosine, poly: true: the decay begins when the warm-up ends; false: it is computed from the first update (timm's
+    default)."""
     min_lr: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", (*FALLING, "plateau"))] = 0.0
     """cosine, poly, one_cycle, plateau: lowest learning rate."""
     step_epochs: Annotated[float, POSITIVE, Needs("schedule.name", ("step",)), STARTS_IN_EPOCH] = 30.0
@@ -375,7 +379,7 @@ class Ema:
     decay: Annotated[float, FRACTION, NEEDS_EMA] = 0.9998
     """Fraction of the old average that each update keeps."""
     every_updates: Annotated[int, POSITIVE, NEEDS_EMA] = 1
-    """Update the EMA only at every N-th update of an epoch, the first one among them."""
+    """Update the EMA at the updates 1, N + 1, 2 N + 1, … of each epoch."""
     scale_decay: Annotated[bool, NEEDS_EMA] = False
     """Multiply 1 - ema.decay by batch-size * ema.every-updates / epochs (at most 1), as torchvision does."""
     after_epochs: Annotated[float, NOT_NEGATIVE, NEEDS_EMA, STARTS_IN_EPOCH] = 0.0
@@ -387,10 +391,11 @@ class Stop:
     patience_epochs: Annotated[int | None, POSITIVE, ENDS_RUN] = None
     """End the run after this many epochs without a better value of best-metric (early stopping); default: never."""
     updates: Annotated[int | None, POSITIVE, Free("a run may end earlier or later", unless=ENDING), ENDS_RUN] = None
-    """End the run after this many updates, if epochs are not done earlier. What falls to the end of a run, falls until
-    there: cosine, poly, one_cycle, and your own schedule."""
+    """End the run after this many updates, if epochs are not done earlier. A schedule that decays until the end of the
+    run (cosine, poly, one_cycle, your own) then decays until this update."""
     hours: Annotated[float | None, POSITIVE, ENDS_RUN] = None
-    """End the run after the epoch in which its total time over all starts reaches this many hours; default: never."""
+    """End the run after the epoch in which its total time, over all its starts, reaches this many hours; default:
+    never."""
 
 
 @dataclass(frozen=True)
@@ -418,18 +423,19 @@ class Config:
     seed: Annotated[int, NOT_NEGATIVE, DECIDES_SAMPLES] = 0
     """Seed of everything random: weights, order, augmentation, dropout and splits."""
     epochs: Annotated[int | float, POSITIVE, Free("a run may become longer", unless=ENDING), ENDS_RUN] = 1
-    """Passes over the training data; the last may be a part: 2.5."""
+    """Passes over the training data; 2.5 ends in the middle of the third."""
     batch_size: Annotated[int, POSITIVE, Bound("a number of at most 2,000,000,000", lambda x: x <= 2_000_000_000)] = 64
     """Samples per optimizer update, over all processes."""
     micro_batch_size: Annotated[int | None, POSITIVE, Free("how an update is computed, not its result")] = None
-    """Most samples per process and forward pass; determines gradient accumulation."""
+    """Largest number of samples in one forward pass of one process. Gradient accumulation follows from it."""
     virtual_batch_size: Annotated[int | None, POSITIVE] = None
-    """Samples that BatchNorm normalises together, on any number of processes; default: by the batch size, 16 to 32."""
+    """Samples that BatchNorm normalises together (a ghost batch), on any number of processes; default: 16 to 32, which
+    follows from the batch size."""
     bitwise: bool = False
     """Compute the same weights on any number of processes to the last bit: slower."""
     eval_batch_size: Annotated[int | None, POSITIVE, Free("only what is measured")] = None
-    """Samples per process and forward pass in evaluation; default: 256, or as in training
-    if those are more; for a smaller split the next power of two."""
+    """Samples in one forward pass of one process in evaluation; default: 256, or as in training if that is more; for a
+    split with fewer samples the next power of two."""
     eval_every_epochs: Annotated[int, POSITIVE, Free("only what is measured", unless=("plateau",))] = 1
     """Evaluate after every N epochs, and after the last epoch."""
     eval_every_updates: Annotated[int | None, POSITIVE, Free("only what is measured")] = None
@@ -446,7 +452,8 @@ class Config:
     allow_change: Annotated[tuple[str, ...], ONE_START] = ()
     """Options (optim.lr, or a group: optim) that may differ from the resumed checkpoint's."""
     take_over: Annotated[bool, ONE_START] = False
-    """Take the run over from the process that owns it, alive or not; that process ends. Applies to this start only."""
+    """Take the run over from the process that owns it, alive or not; that process ends. It applies to this start
+    of the program only."""
     on_nonfinite: Annotated[Literal["stop", "skip"], AFTER_FAILURE] = "stop"
     """What to do about a NaN or infinite loss or gradient: stop the run, or skip the update."""
     rendezvous_timeout_seconds: Annotated[float, POSITIVE, AFTER_FAILURE] = 600.0
