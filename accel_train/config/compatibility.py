@@ -127,19 +127,12 @@ def differences(
 def _compare_by_content(changes: dict[str, str], old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """Return the changes between two flat configurations, in which weights are compared by content, not by path.
 
-    What differs in the origin becomes a change of the option that named it, model.weights or model.name.
+    What differs in the origin becomes a change of model.weights.
     """
-    named = {"origin.model", "origin.weights"}
-    content = {key: text for key, text in changes.items() if key.startswith("origin.") and key not in named}
     rest = {key: text for key, text in changes.items() if not key.startswith("origin.")}
-    if content:
-        option = "model.weights" if old["model.weights"] or new["model.weights"] else "model.name"
-        shown = [key for key in content if key in ("origin.sha256", "origin.architecture")] or list(content)
-        before, after = (
-            ", ".join(f"{key.removeprefix('origin.')} {str(flat[key])[:12]}" for key in shown) for flat in (old, new)
-        )
-        if option not in rest or old[option] == new[option]:
-            rest[option] = f"{old[option]} ({before}) -> {new[option]} ({after})"
+    if any(key.startswith("origin.") and key != "origin.weights" for key in changes):
+        before, after = (f"{flat['model.weights']} (sha256 {flat['origin.sha256'][:12]})" for flat in (old, new))
+        rest.setdefault("model.weights", f"{before} -> {after}")
     elif new["origin.sha256"]:
         rest.pop("model.weights", None)
     return rest

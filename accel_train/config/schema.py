@@ -67,15 +67,11 @@ from accel_train.config.url import is_url
 class Origin:
     """Facts about the initial weights, saved in the run so that it can resume without these weights.
 
-    Of a model with a name such as hf-hub:ORG/NAME, and of --model.weights. Every field is empty for other runs.
+    Every field is empty for runs without --model.weights.
     """
 
-    model: str = ""
-    """The model.name that `architecture` belongs to."""
     weights: str = ""
     """The model.weights that was read, as the user wrote it."""
-    architecture: str = ""
-    """For hf-hub: and local-dir:, what their config.json says, as JSON: timm's name, arguments and configuration."""
     sha256: str = ""
     """Of the file of weights."""
     image_size: int | None = None
@@ -266,9 +262,8 @@ class Augment:
 @dataclass(frozen=True)
 class Model:
     name: Annotated[str, MODEL_NAME] = "mnist_cnn"
-    """A timm model, torchvision/NAME, your own FILE.py:FUNCTION, or ours: digits_cnn, mnist_cnn, alexnet_bn, …;
-    or, as timm saves models, hf-hub:ORG/NAME or local-dir:DIR. Published weights other than the default are named after
-    a dot: resnet50.a1_in1k, torchvision/resnet50.IMAGENET1K_V1."""
+    """A timm model, torchvision/NAME, your own FILE.py:FUNCTION, or ours: digits_cnn, mnist_cnn, alexnet_bn, …
+    Published weights other than the default are named after a dot: resnet50.a1_in1k, torchvision/NAME.IMAGENET1K_V1."""
     kwargs: Annotated[str | None, JSON_OBJECT] = None
     """More arguments of the model, as JSON: '{"depth": 3}'. In a recipe also as a mapping."""
     pretrained: bool = False

@@ -24,17 +24,7 @@ from accel_train.errors import UserError, nearest, reason_of
 from accel_train.keyed import key
 from accel_train.models.classifier import find_classifier, freeze
 from accel_train.models.nets import NETS, TORCHVISION, without_none
-from accel_train.models.weights import (
-    FILES,
-    Weights,
-    architecture_of,
-    describe,
-    download_command,
-    fetch,
-    is_hub_name,
-    load_into,
-    load_state,
-)
+from accel_train.models.weights import Weights, load_into, load_state
 from accel_train.models.wrapping import logits_of
 from accel_train.user_code.reference import Reference, parse_reference, short_name
 
@@ -80,7 +70,7 @@ def pretrained_normalization(model: Model) -> tuple[tuple[float, ...], tuple[flo
     None if the model does not start from published weights.
     """
     _check_name(model)
-    if not model.pretrained or is_hub_name(model.name):  # those of the hub are in Config.origin
+    if not model.pretrained:
         return None
     if model.name.startswith(TORCHVISION):
         return published_normalization(model.name)
@@ -95,7 +85,6 @@ def create_model(
     channels: int,
     image_size: int,
     published: bool = True,
-    origin: Origin = NO_ORIGIN,
 ) -> nn.Module:
     """The model: float images [b, channels, image_size, image_size] to logits [b, num_classes]; on the CPU.
 
@@ -104,7 +93,6 @@ def create_model(
     new. What is frozen (classifier.py) requires no gradients; call `set_train_mode` rather than `.train()`.
 
     Without `published` no weights are fetched, whatever model.pretrained says: for a model whose own are loaded next.
-    Those of hf-hub: and local-dir: never are: weights.py does. `origin`: has such a model's architecture.
 
     Published weights are downloaded by each process that finds them missing from the cache: let one go first.
     Raises UserError for an unknown name, an option or a size of image that the model does not take, and
@@ -114,13 +102,8 @@ def create_model(
     reference = parse_reference("model.name", model.name)
     if reference is not None:
         return _create_users(model, reference, num_classes, channels, image_size)
-    architecture = ""  # of a model of hf-hub: or local-dir:, read unless `origin` has it
-    if is_hub_name(model.name):
-        architecture = (origin if origin.model == model.name else describe(model.name, False)[0]).architecture
     try:
-        if architecture:
-            made = _create_hubs(model, architecture, num_classes, channels, image_size)
-        elif model.name in NETS:
+        if model.name in NETS:
             options = without_none(dropout=model.dropout, drop_path=model.drop_path, **more_arguments(model))
             made = NETS[model.name](num_classes, channels, image_size, **options)
         elif model.name.startswith(TORCHVISION):
@@ -175,36 +158,11 @@ def create_new_model(
             channels=channels,
             image_size=size,
             published=published,
-            origin=config.origin,
         )
     loaded = ""
     if weights is not None:
         loaded = load_into(model, weights, classes, channels)
     return model.to(accelerator.device), loaded
-
-
-def _create_hubs(model: Model, described: str, num_classes: int, channels: int, image_size: int) -> nn.Module:
-    """The model that `described` (see `Origin.architecture`) is, with random weights."""
-    import timm
-    from timm.models import PretrainedCfg
-
-    options = without_none(drop_rate=model.dropout, drop_path_rate=model.drop_path) | more_arguments(model)
-    try:
-        architecture, arguments, config = architecture_of(model.name, described)
-        arguments = PUBLISHED_ARGUMENTS.get(architecture, {}) | arguments
-        if PretrainedCfg(**config).fixed_input_size or "img_size" in arguments:
-            arguments["img_size"] = image_size
-        made: nn.Module = timm.create_model(
-            architecture,
-            pretrained=False,
-            pretrained_cfg=config | {"architecture": architecture},
-            **(arguments | {"num_classes": num_classes, "in_chans": channels} | options),
-        )
-        return made
-    except (AssertionError, ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
-        if options and isinstance(error, (TypeError, LookupError, AttributeError) if model.kwargs else TypeError):
-            raise
-        raise _unfit(model.name, image_size, error) from error
 
 
 def _with_settings(made: nn.Module, model: Model, channels: int) -> nn.Module:
@@ -261,8 +219,8 @@ def more_arguments(model: Model) -> dict[str, Any]:
 
 def _check_name(model: Model) -> None:
     """Raise UserError if no library has a model of this name, or if published weights are wanted and do not exist."""
-    published = is_hub_name(model.name)
-    if not (published or model.name in NETS or parse_reference("model.name", model.name) is not None):
+    published = False
+    if model.name not in NETS and parse_reference("model.name", model.name) is None:
         published = is_torchvisions(model.name) or _check_timm_name(model.name, torchvision_names())
     if model.pretrained and not published:
         raise UserError(f"model.pretrained: {model.name} has no published weights; set it to false.")
@@ -285,7 +243,7 @@ def _check_timm_name(name: str, torchvisions: list[str]) -> bool:
 def is_timms(name: str) -> bool:
     """Whether `name` is in timm's list of models."""
     own = name in NETS or parse_reference("model.name", name) is not None
-    return not own and not name.startswith(TORCHVISION) and not is_hub_name(name)
+    return not own and not name.startswith(TORCHVISION)
 
 
 def _download_command(name: str) -> str:
@@ -295,7 +253,7 @@ def _download_command(name: str) -> str:
         call = f"get_model({short!r}, weights={weights or 'DEFAULT'!r})"
         return f'python -c "from torchvision.models import get_model; {call}"'
     if repository := _timm_config(name).hf_hub_id:
-        return download_command(repository)
+        return f"hf download {repository}"
     return f"""python -c "import timm; timm.create_model('{name}', pretrained=True)\""""
 
 
@@ -320,10 +278,6 @@ def _create_timm(model: Model, num_classes: int, channels: int, image_size: int,
     sized = published.fixed_input_size and image_size != published.input_size[-1]
     if sized:
         options["img_size"] = image_size
-    if model.pretrained and load_published and published.hf_hub_id:  # timm itself would try five times
-        named = published.hf_hub_filename
-        files = (named.replace("pytorch_model.bin", "model.safetensors"), named) if named else FILES
-        fetch(published.hf_hub_id, files)
     try:
         made = timm.create_model(
             model.name,

@@ -134,12 +134,7 @@ def _read_origin(saved: Any) -> Origin:
         if values.get(name) is not None:
             values[name] = tuple(float(number) for number in values[name])
     origin = Origin(**values)
-    texts = origin.model, origin.weights, origin.architecture, origin.sha256
+    texts = origin.weights, origin.sha256
     if not all(isinstance(text, str) for text in texts) or type(origin.image_size) not in (int, type(None)):
         raise ValueError(f"origin is {str(saved)[:40]}")
-    if origin.architecture:
-        described = json.loads(origin.architecture)
-        kinds = {"name": str, "arguments": dict, "config": dict}
-        if not isinstance(described, dict) or any(not isinstance(described.get(k), t) for k, t in kinds.items()):
-            raise ValueError("origin.architecture is not one")
     return origin

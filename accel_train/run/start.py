@@ -8,7 +8,6 @@ asked for.
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,7 @@ from accel_train.errors import UserError, counted
 from accel_train.files import sha256
 from accel_train.launch.agreement import broadcast_from_main, check_agreement, fail_together
 from accel_train.launch.environment import Launch
-from accel_train.models.weights import CONFIG, Weights, check_file, describe, is_hub_name, weights_file
+from accel_train.models.weights import Weights, check_file
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.schedule import check_schedule
 from accel_train.ownership.lease import Claim, Lease, claim_run
@@ -181,25 +180,20 @@ class StartPoint:
 def find_start(config: Config, accelerator: Accelerator) -> StartPoint:
     """Find what the run of `config` begins from. Collective; one process downloads, and the others wait.
 
-    A run that has a checkpoint needs neither the file nor the hub: what has to be known of them is in its model.json.
+    A run that has a checkpoint does not need the file: what has to be known of it is in its model.json.
     Raises UserError, also if the processes read different weights.
     """
-    model = config.model
-    if not (model.weights or model.pretrained or is_hub_name(model.name)):
+    path = config.model.weights
+    if path is None:
         return StartPoint(config, resumes=broadcast_from_main(accelerator, lambda: _has_checkpoint(config)))
-    resumes, origin, found = broadcast_from_main(accelerator, lambda: _on_main(config))
+    resumes, origin, found = broadcast_from_main(accelerator, lambda: _on_main(config, path))
     config = dataclasses.replace(config, origin=origin)
     if found is None:
         return StartPoint(config, resumes=resumes)
     sha = origin.sha256
     if not accelerator.is_main_process:
-        # Another node has its own cache of the hub, and perhaps another file of the same name.
-        try:
-            if model.weights is None and is_hub_name(model.name):
-                found = dataclasses.replace(found, file=weights_file(model.name))
+        try:  # another node may have another file of the same name
             sha = sha256(found.file)
-        except UserError:
-            sha = "not found"
         except OSError as error:
             sha = f"not readable ({error.strerror})"
     check_agreement(accelerator, **{"model.weights": sha})
@@ -261,37 +255,24 @@ def load_data(config: Config, accelerator: Accelerator, stopped: Callable[[], st
     return splits
 
 
-def _on_main(config: Config) -> tuple[bool, Origin, Weights | None]:
-    """Whether the run resumes, its origin, and the weights that were found, if they are still there."""
-    model, resumes = config.model, _has_checkpoint(config)
+def _on_main(config: Config, path: Path) -> tuple[bool, Origin, Weights | None]:
+    """Whether the run resumes, its origin, and the weights that `path` names, if they are still there."""
+    resumes = _has_checkpoint(config)
     is_finished = config.output_dir is not None and (config.output_dir / "result.json").is_file()
     recorded = _recorded(config) if resumes or is_finished else Origin()
-    origin, weights = Origin(), None
-    if is_hub_name(model.name):
-        if recorded.model == model.name:
-            origin = dataclasses.replace(recorded, weights="", sha256="")
-        else:
-            origin, classes = describe(model.name, model.pretrained)
-            if model.pretrained:
-                weights = Weights(weights_file(model.name), model.name, classes)
-    if model.weights is not None:
-        try:
-            weights, info = find_file(model.weights)
-        except UserError:
-            if recorded.weights != str(model.weights):
-                raise
-            return resumes, recorded, None
-        origin = dataclasses.replace(origin, weights=str(model.weights))
-        if info is not None:
-            origin = dataclasses.replace(origin, image_size=info.training_size, mean=info.mean, std=info.std)
-    elif recorded.model == model.name:
-        return resumes, recorded, None
-    if weights is None:
-        return resumes, origin, None
     try:
-        return resumes, dataclasses.replace(origin, sha256=sha256(weights.file)), weights
+        weights, info = find_file(path)
+    except UserError:
+        if recorded.weights != str(path):
+            raise
+        return resumes, recorded, None
+    try:
+        origin = Origin(weights=str(path), sha256=sha256(weights.file))
     except OSError as error:
         raise UserError(f"--model.weights: {weights.file} cannot be read ({error.strerror}).") from error
+    if info is not None:
+        origin = dataclasses.replace(origin, image_size=info.training_size, mean=info.mean, std=info.std)
+    return resumes, origin, weights
 
 
 def find_file(path: Path) -> tuple[Weights, ModelInfo | None]:
@@ -313,11 +294,7 @@ def find_file(path: Path) -> tuple[Weights, ModelInfo | None]:
             raise UserError(f"{option} is not a complete checkpoint ({error}).") from error
     elif path.is_dir():
         if not (path / FILE).exists():
-            advice = (
-                f" Give --model.name {shlex.quote(f'local-dir:{path}')} --model.pretrained true."
-                * (path / CONFIG).exists()
-            )
-            raise UserError(f"{option} is a folder, but neither a run (with {FILE}) nor a checkpoint.{advice}")
+            raise UserError(f"{option} is a folder, but neither a run (with {FILE}) nor a checkpoint. Name a file.")
         file = list(find_weights(path).values())[-1]
     else:
         file = path

@@ -30,10 +30,9 @@ from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UntrustedError, UserError, counted, first_of, one_line
 from accel_train.launch.process import available_cores
-from accel_train.models.weights import is_hub_name
 from accel_train.ownership.owner import read_result
 from accel_train.records.directory import metric_key
-from accel_train.records.model_info import FILE, ModelInfo, read_model_info
+from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.untrusted import read_json_lines
 from accel_train.user_code.loading import import_context, kept_text
 from accel_train.user_code.reference import GIVEN, parse_reference, short_name, texts_of
@@ -258,17 +257,12 @@ def data_of_run(run: Path, *, trust_code: bool) -> tuple[Config, Splits]:
 
 def empty_model(model: Model, info: ModelInfo) -> nn.Module:
     """Return the model of a run without its weights, on the CPU. Raises UserError if it cannot be created."""
-    if is_hub_name(model.name) and info.origin.model != model.name:
-        raise UserError(
-            f"{FILE} does not have the architecture of {model.name}; copy it again from where the run was trained."
-        )
     return models.create_model(
         model,
         num_classes=len(info.classes),
         channels=info.channels,
         image_size=info.training_size,
         published=False,
-        origin=info.origin,
     )
 
 

@@ -24,7 +24,7 @@ from accel_train.errors import UserError, nearest
 from accel_train.untrusted import read_regular_file
 
 PREFIXES = {
-    "model.name": ("hf-hub:", "hf_hub:", "local-dir:", "torchvision/"),
+    "model.name": ("torchvision/",),
     "data.name": ("hfds/", "torch/"),
     "loss.name": (),
     "schedule.name": (),

@@ -1,15 +1,9 @@
-"""Real runs that begin from weights: of a file that timm wrote, of a directory, of the hub, and of another run."""
+"""Real runs that begin from weights: of a file that timm wrote, and of another run."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -78,39 +72,6 @@ def test_a_run_needs_its_file_only_once(tmp_path: Path, file: Path) -> None:
     # Evaluation needs neither.
     evaluated = helpers.python("-m", "accel_train", "evaluate", run)
     assert evaluated.returncode == 0, evaluated.stderr
-
-
-@pytest.mark.slow
-def test_a_local_directory_of_timms(tmp_path: Path) -> None:
-    """Other processes, evaluation and prediction; after the start the directory is not needed any more."""
-    folder, run = tmp_path / "net", tmp_path / "run"
-    digits = [str(digit) for digit in range(9, -1, -1)]  # the classes of the digits, in another order
-    net = timm.create_model("test_resnet", num_classes=10, act_layer="silu")
-    timm.models.save_for_hf(net, folder, safe_serialization=True, model_config={"label_names": digits})
-    config = json.loads((folder / "config.json").read_text())
-    config["pretrained_cfg"]["input_size"] = [3, 32, 32]
-    (folder / "config.json").write_text(json.dumps(config))
-    words = (*NET, "--model.name", f"local-dir:{folder}", "--model.pretrained", "true")
-    words = (*words, "--data.test-limit", 20, "--output-dir", run)
-    begun = helpers.run(*words, processes=2)
-    assert begun.returncode == 0, begun.stderr
-    assert "last layer loaded: the same classes, in another order" in begun.stdout
-    learned = load_file(run / "model.safetensors")
-    assert torch.equal(learned["fc.weight"], net.fc.weight.flip(0))
-    info = read_model_info(run)
-    assert (info.image_size, info.mean, info.std) == (32, (0.5,), (0.5,))
-    assert '"act_layer": "silu"' in info.origin.architecture
-    shutil.rmtree(folder)
-    assert "Nothing is left to do" in helpers.run(*words).stdout
-    longer = helpers.run(*words, "--epochs", 2, "--allow-change", "epochs")
-    assert longer.returncode == 0, longer.stderr
-    image = helpers.write_digits(tmp_path, 1)[0]
-    for command in (["evaluate", run], ["predict", run, image]):
-        done = helpers.python("-m", "accel_train", *command)
-        assert done.returncode == 0, done.stderr
-    values = json.loads((run / "model.json").read_text())
-    (run / "model.json").write_text(json.dumps(values | {"origin": {}}))
-    refused(helpers.python("-m", "accel_train", "predict", run, image), "does not have the architecture")
 
 
 @pytest.fixture(scope="module")
@@ -186,109 +147,6 @@ def test_bad_weights_are_one_line(tmp_path: Path, file: Path) -> None:
     refused(helpers.run(*words, text, processes=2), "text.safetensors cannot be read")
     refused(helpers.run(*words, file, "--model.name", "test_vit", "--model.image-size", 32), "is of another model")
     refused(helpers.run(*words, file, "--model.pretrained", "true"), "begins from one of them")
-
-
-class Hub(BaseHTTPRequestHandler):
-    """Answers as the hub does for the files in `folder`, and counts requests."""
-
-    folder: Path
-    asked: list[tuple[str, str]]
-
-    def do_HEAD(self) -> None:
-        self.answer(with_content=False)
-
-    def do_GET(self) -> None:
-        self.answer(with_content=True)
-
-    def answer(self, *, with_content: bool) -> None:
-        self.asked.append((self.command, self.path))
-        path = self.folder / self.path.rpartition("/")[2]
-        if not self.path.startswith("/org/net/resolve/main/") or not path.is_file():
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound" if "/org/net/" in self.path else "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        content = path.read_bytes()
-        self.send_response(200)
-        self.send_header("X-Repo-Commit", "1" * 40)
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if with_content:
-            self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
-    Hub.folder, Hub.asked = tmp_path / "net", []
-    timm.models.save_for_hf(resnet(7), Hub.folder, safe_serialization=True)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.slow
-def test_the_hub_is_asked_once_and_its_cache_is_enough(tmp_path: Path, server: ThreadingHTTPServer) -> None:
-    """The hub's libraries read their variables when they are imported: these processes are started anew."""
-    words = (*NET, "--model.name", "hf-hub:org/net", "--model.image-size", 32, "--model.pretrained", "true")
-    online = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "*"}
-    nowhere = online | {"HF_ENDPOINT": "http://127.0.0.1:9"}  # refuses at once; retries would take half a minute
-    offline = nowhere | {"HF_HUB_OFFLINE": "1"}
-
-    def run(name: str, *more: object, **variables: str) -> Any:
-        return helpers.run(*words, *more, "--output-dir", tmp_path / name, fresh=True, **variables)  # type: ignore[arg-type]
-
-    first = run("first", **online)
-    assert first.returncode == 0, first.stderr
-    assert "weights hf-hub:org/net: body loaded" in first.stdout
-    assert [path.rpartition("/")[2] for method, path in Hub.asked if method == "GET" and "/org/" in path] == [
-        "config.json", "model.safetensors",
-    ]  # fmt: skip
-    learned = load_file(tmp_path / "first" / "model.safetensors")
-    assert torch.equal(learned["conv1.3.weight"], resnet(7).conv1[3].weight)
-    assert (read_model_info(tmp_path / "first").mean, read_model_info(tmp_path / "first").image_size) == ((0.5,), 32)
-    program = """
-import time
-from accel_train.errors import UserError
-from accel_train.models import weights
-
-print(weights.weights_file("hf-hub:org/net"))
-for name in ("hf-hub:org/other", "hf-hub:a/b/c"):
-    began = time.monotonic()
-    try:
-        weights.describe(name, False)
-    except UserError as error:
-        print("ERROR", time.monotonic() - began < 8, error)
-"""
-    line = [sys.executable, "-c", program]
-    for variables, said in ((nowhere, "hf download org/other"), (online, "The hub has no model org/other")):
-        env = helpers.environment(**variables)
-        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=100)
-        found, missing, wrong = done.stdout.splitlines()
-        assert Path(found).name == "model.safetensors"
-        assert missing.startswith("ERROR True") and said in missing, missing
-        assert wrong.startswith("ERROR True model.name: Repo id must be"), wrong
-
-    # Without the network and the cache, a new run cannot begin, and one that has begun goes on.
-    shutil.rmtree(tmp_path / "hf")
-    more = {"none": [], "first": ["--epochs", "2", "--allow-change", "epochs"]}
-    lines = [["train", *map(str, words), *more[name], "--output-dir", str(tmp_path / name)] for name in more]
-    program = "import json, sys; from accel_train.cli import main; print([main(w) for w in json.loads(sys.argv[1])])"
-    env = helpers.environment(**offline)
-    line = [sys.executable, "-c", program, json.dumps(lines)]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=100)
-    assert done.stdout.splitlines()[-1] == "[2, 0]", done.stderr
-    assert "such as on the login node: hf download org/net" in done.stderr and "Traceback" not in done.stderr
-    assert done.stderr.count("accel-train: error:") == 1, done.stderr
-    assert not (tmp_path / "none").exists()
-    predicted = helpers.python("-m", "accel_train", "predict", tmp_path / "first", helpers.write_digits(tmp_path, 1)[0])
-    assert predicted.returncode == 0, predicted.stderr
 
 
 def test_origins_are_compared_by_content() -> None:

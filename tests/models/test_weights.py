@@ -14,10 +14,10 @@ import torchvision
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from accel_train.config.schema import Model, Origin
+from accel_train.config.schema import Model
 from accel_train.errors import UserError
 from accel_train.models import create_model
-from accel_train.models.weights import Weights, describe, load_into, read_state
+from accel_train.models.weights import Weights, load_into, read_state
 
 LETTERS = tuple("abcdefghij")
 
@@ -85,11 +85,9 @@ def test_a_transformer_takes_weights_of_another_image_size_and_of_colour_images(
     torch.testing.assert_close(here.patch_embed.proj.weight, there.patch_embed.proj.weight.sum(1, keepdim=True))
 
 
-def test_colour_images_take_weights_of_grey_ones(tmp_path: Path) -> None:
+def test_a_first_layer_of_grey_images_is_new_for_colour_images(tmp_path: Path) -> None:
     there, here = model_of("test_resnet", channels=1), model_of("test_resnet")
-    load(here, written(there.state_dict(), tmp_path))
-    grey = torch.randn(2, 1, 32, 32)
-    torch.testing.assert_close(here.eval()(grey.expand(2, 3, 32, 32)), there.eval()(grey), rtol=1e-4, atol=1e-5)
+    assert "new: conv1.0.weight" in load(here, written(there.state_dict(), tmp_path))
 
 
 @pytest.mark.parametrize("name", ["torchvision/resnet18", "torchvision/mobilenet_v3_small", "resnet18_cifar"])
@@ -141,7 +139,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path: Path) -> 
     mark = tmp_path / "ran"
     torch.save({"state_dict": Command(f"touch {mark}")}, tmp_path / "a.pth")
     (tmp_path / "b.pth").write_bytes(pickle.dumps(Command(f"touch {mark}")))
-    with pytest.raises(UserError, match=r"a\.pth cannot be read: it has more than tensors.* save its state_dict alone"):
+    with pytest.raises(UserError, match=r"a\.pth cannot be read: .* more than tensors.* save its state_dict as"):
         read_state(tmp_path / "a.pth")
     with pytest.raises(UserError, match=r"b\.pth cannot be read"):
         read_state(tmp_path / "b.pth")
@@ -169,35 +167,3 @@ def test_files_that_are_no_weights_are_one_line(tmp_path: Path) -> None:
             read_state(path)
         assert len(caught.value.messages) == 1 and "\n" not in str(caught.value)
         assert str(path) in str(caught.value)
-
-
-def test_a_config_of_somebody_else_reads_no_file_and_fetches_nothing(tmp_path: Path) -> None:
-    timm.models.save_for_hf(timm.create_model("test_resnet", num_classes=4), tmp_path, safe_serialization=True)
-    name = f"local-dir:{tmp_path}"
-    described, _ = describe(name, pretrained=True)
-    good = described.architecture
-    assert (described.image_size, described.mean) == (160, (0.5, 0.5, 0.5))
-    hostile = good.replace('"arguments": {', '"arguments": {"checkpoint_path": "/etc/passwd", ')
-    origin = Origin(model=name, architecture=hostile)
-    with pytest.raises(UserError, match="model_args that cannot be used: checkpoint_path"):
-        create_model(Model(name=name), num_classes=2, channels=3, image_size=32, origin=origin)
-    named = Origin(model=name, architecture=good.replace("test_resnet", "posix"))
-    with pytest.raises(UserError, match="architecture 'posix', which this timm does not have"):
-        create_model(Model(name=name), num_classes=2, channels=3, image_size=32, origin=named)
-    odd = Origin(model=name, architecture=good.replace('"in_chans": 3', '"in_chans": 3, "no_such": 3'))
-    with pytest.raises(UserError, match="no_such"):
-        create_model(Model(name=name), num_classes=2, channels=3, image_size=32, origin=odd)
-    elsewhere = '"config": {"file": "/etc/passwd", "url": "http://127.0.0.1:9", "source": "hf-hub", '
-    same = Origin(model="hf-hub:no/where", architecture=good.replace('"config": {', elsewhere))
-    settings = Model(name="hf-hub:no/where", pretrained=True)
-    made = create_model(settings, num_classes=2, channels=1, image_size=32, published=False, origin=same)
-    assert made(torch.zeros(2, 1, 32, 32)).shape == (2, 2)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"architecture": 3}', '{"architecture": "resnet18", "pretrained_cfg": 3}', "{"]
-)
-def test_a_config_that_is_none_is_one_line(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=r"^model\.name: .*"):
-        describe(f"local-dir:{tmp_path}", pretrained=False)

@@ -59,7 +59,7 @@ def export(
     _check_free(output)
     loaded = load(run, checkpoint, weights=weights, trust_code=trust_code)
     if format == "timm":
-        timm_architecture(loaded.config.model, loaded.info)
+        timm_architecture(loaded.config.model)
     LOGGER.info(loaded.title)
 
     rules = rules_of(loaded.info, loaded.config.augment)
@@ -140,7 +140,7 @@ model = torch.export.load("model.pt2").module()  # float32 [batch, channels, siz
 def model_card(loaded: LoadedRun, format: str, checked: Sequence[str]) -> str:
     """The text of README.md. `checked`: what the comparison found."""
     run, config, info = read_run(loaded.path), loaded.config, loaded.info
-    model, data = _public("model.name", config.model.name), _public("data.name", config.data.name)
+    model, data = short_name("model.name", config.model.name), short_name("data.name", config.data.name)
     tags = ["accel-train", "image-classification", *({format} & {"timm", "onnx"})]
     head = {"pipeline_tag": "image-classification", "tags": tags}
     head |= {"library_name": format} if format in tags else {}
@@ -200,9 +200,3 @@ def _evaluation(run: RunRecords, split: str, weights: Path) -> dict[str, Any] | 
         return record if same and isinstance(record["count"], int) else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
-
-
-def _public(option: str, name: str) -> str:
-    """The name of a model or data set without the folders of the machine of the training."""
-    name = short_name(option, name)
-    return f"local-dir:{Path(name).name}" if name.startswith("local-dir:") else name

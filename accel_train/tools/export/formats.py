@@ -27,7 +27,6 @@ from accel_train.data.transforms.parameters import crop_fraction, resize_default
 from accel_train.errors import UserError, needing, reason_of
 from accel_train.models.factory import more_arguments
 from accel_train.models.nets import NETS, TORCHVISION
-from accel_train.models.weights import CONFIG, FILES, KEPT, architecture_of, is_hub_name
 from accel_train.records.model_info import ModelInfo
 from accel_train.tools.load_run import LoadedRun
 from accel_train.user_code.reference import parse_reference, short_name
@@ -170,16 +169,19 @@ def quietly(format: str) -> Iterator[None]:
         logging.disable(disabled)
 
 
-def timm_architecture(model: Model, info: ModelInfo) -> tuple[str, dict[str, Any]]:
+# Entries of timm's model configuration that determine the model's shape and input. Others name files and addresses.
+KEPT = (
+    "input_size", "fixed_input_size", "pool_size", "first_conv", "classifier", "mean", "std", "interpolation",
+    "crop_pct",
+)  # fmt: skip
+
+
+def timm_architecture(model: Model) -> tuple[str, dict[str, Any]]:
     """timm's name of the run's architecture, and the arguments that it is created with.
 
     Raises UserError if timm has no such architecture.
     """
     arguments = more_arguments(model)
-    if is_hub_name(model.name):
-        name, described, _ = architecture_of(model.name, info.origin.architecture)
-        reserved = ("num_classes", "in_chans", "img_size")
-        return name, {key: value for key, value in described.items() if key not in reserved} | arguments
     of_others = model.name in NETS or model.name.startswith(TORCHVISION)
     if of_others or parse_reference("model.name", model.name) is not None:
         name = short_name("model.name", model.name)
@@ -192,11 +194,8 @@ def write_timm(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
     import timm
 
     settings, info = run.config.model, run.info
-    name, arguments = timm_architecture(settings, info)
-    if is_hub_name(settings.name):
-        published = architecture_of(settings.name, info.origin.architecture)[2]
-    else:
-        published = timm.models.get_pretrained_cfg(name).to_dict()
+    name, arguments = timm_architecture(settings)
+    published = timm.models.get_pretrained_cfg(name).to_dict()
     size, last = info.image_size, (rules["steps"] or [{"resize": info.image_size}])[-1]
     config = {key: published[key] for key in KEPT if published.get(key) is not None} | {
         "input_size": [info.channels, size, size],
@@ -206,7 +205,6 @@ def write_timm(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
         "crop_pct": crop_fraction(size, last["resize"]),
         "crop_mode": "center",
     }
-    config.pop("num_classes", None)
     if tuple(published.get("input_size", ())[1:]) != (size, size):
         config.pop("pool_size", None)
     if published.get("fixed_input_size"):
@@ -221,11 +219,11 @@ def write_timm(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
         "model_args": arguments,
         "pretrained_cfg": config,
     }
-    (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
     tensors = {
         key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in run.model.state_dict().items()
     }
-    save_file(tensors, folder / FILES[0])
+    save_file(tensors, folder / "model.safetensors")
 
 
 def load_timm(folder: Path) -> Loaded:
