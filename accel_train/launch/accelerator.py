@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import socket
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import distributed
 
-from accel_train.errors import UserError, how_to_get, nearest, reason_of
+from accel_train.errors import UserError, how_to_get, reason_of
 from accel_train.launch.compat import set_collective_timeout, set_store_timeout
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import gpu_asked_for, hostname, is_yes
@@ -72,7 +71,7 @@ def create_accelerator(
     if launch.world_size > 1 and not known:
         from accel_train.launch.rendezvous import rendezvous_of_ranks
 
-        store = rendezvous_of_ranks(launch, own_gpu, rendezvous_seconds, trouble or _unknown_interface())
+        store = rendezvous_of_ranks(launch, own_gpu, rendezvous_seconds, trouble)
     elif trouble and not known:
         raise UserError(trouble)
     group: dict[str, Any] = {"timeout": timedelta(seconds=rendezvous_seconds)}  # while gloo connects
@@ -143,18 +142,6 @@ def _full_gpu(device: torch.device, launch: Launch) -> str:
             "it. nvidia-smi shows them; a killed job's processes may be left. End them, or ask for another node."
         )
     return ""
-
-
-def _unknown_interface() -> str:
-    """What is wrong with GLOO_SOCKET_IFNAME, if this host has no interface of that name; else ""."""
-    names, known = os.environ.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
-    unknown = [name for name in names.split(",") if name and name not in known]
-    if not unknown:
-        return ""
-    return (
-        f"GLOO_SOCKET_IFNAME is {names!r}, but {hostname()} has no interface {unknown[0]!r}."
-        f"{nearest(unknown[0], known)} It has {', '.join(known)}: give the one that all nodes share, or unset it."
-    )
 
 
 def _why_no_gpu() -> str:
@@ -246,24 +233,13 @@ def connecting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        absent = isinstance(error, distributed.DistStoreError)  # the address of another one did not come in time
-        if not absent and "gloo" not in str(error).lower():
+        # torch.distributed.DistStoreError: the address of another one did not come in time
+        if not isinstance(error, distributed.DistStoreError) and "gloo" not in str(error).lower():
             raise
-        if absent:
-            raise UserError(
-                f"{hostname()} did not learn in time where another process listens ({reason_of(error, 200)}). That "
-                "process has failed (see its message) or cannot listen. Set GLOO_SOCKET_IFNAME on all nodes to the "
-                "interface that they share.",
-                every_process=False,
-            ) from error
-        try:
-            address = socket.gethostbyname(socket.gethostname())
-        except OSError:
-            address = "no address"
         raise UserError(
-            f"The processes cannot connect to each other ({hostname()}: {reason_of(error, 200)}). Each listens at the "
-            f"address of its host's name, here {address}. Set GLOO_SOCKET_IFNAME on all nodes to the interface "
-            "that they share.",
+            f"The processes cannot connect to each other ({hostname()}: {reason_of(error, 200)}). If one has failed, "
+            "see its message. Each listens at the address of its host's name. Set GLOO_SOCKET_IFNAME on all nodes to "
+            "the interface that they share.",
             every_process=False,
         ) from error
 

@@ -23,14 +23,12 @@ import psutil
 
 from accel_train.errors import UserError, how_to_get, print_line
 from accel_train.launch.process import (
-    Ancestor,
     ancestors,
-    asked_of_accelerate,
     available_cores,
     elastic_id,
+    has_terminal,
     is_launcher,
     is_slurm_task,
-    launcher_command,
     only_launcher_set,
     parent_process,
     start_time,
@@ -130,7 +128,7 @@ def at_terminal() -> bool:
     return alone and (os.isatty(0) or os.isatty(2))
 
 
-def _detect(env: Mapping[str, str], above: Sequence[Ancestor] | None = None) -> Launch:
+def _detect(env: Mapping[str, str], above: Sequence[str] | None = None) -> Launch:
     """The launcher and the rank, from the variables `env`. Raises UserError if one of them is not a number.
 
     `above`: as `_slurm_tasks` has it.
@@ -167,21 +165,21 @@ def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
     return int(value)
 
 
-def _in_slurm_step(env: Mapping[str, str], above: Sequence[Ancestor] | None = None) -> bool:
+def _in_slurm_step(env: Mapping[str, str], above: Sequence[str] | None = None) -> bool:
     """Whether srun started this process as a task, rather than a shell or script of sbatch, salloc or `srun --pty`.
 
-    `above`: the processes above this one; None is those that the system shows. If they do not tell (they may be hidden,
-    or outside of a container), the variables are believed: a batch script has no step number, unless it was sent from a
-    step, and an interactive step has one near 2^32.
+    `above`: the names of the processes above this one; None is those that the system shows. If they do not tell (they
+    may be hidden, or outside of a container), the variables are believed: a batch script has no step number, unless it
+    was sent from a step, and an interactive step has one near 2^32.
     """
     step = env.get("SLURM_STEP_ID", "")
-    if not step.isdigit():
+    if not step.isdigit() or ("SLURM_PTY_PORT" in env and has_terminal()):
         return False
-    is_task = is_slurm_task(ancestors() if above is None else above, env.get("SLURM_TASK_PID", ""))
+    is_task = is_slurm_task(ancestors() if above is None else above)
     return int(step) < 2**31 if is_task is None else is_task
 
 
-def _slurm_tasks(env: Mapping[str, str], above: Sequence[Ancestor] | None = None) -> int:
+def _slurm_tasks(env: Mapping[str, str], above: Sequence[str] | None = None) -> int:
     """How many tasks srun started, if this process is one of them; else 1."""
     if not _in_slurm_step(env, above):
         return 1
@@ -204,13 +202,6 @@ def _check_promise(launch: Launch, env: Mapping[str, str]) -> None:
             every_process=False,
         )
     group_size = env.get("GROUP_WORLD_SIZE", "")
-    if launch.launcher == "accelerate" and group_size not in ("", "1"):
-        asked = asked_of_accelerate(launcher_command(), "num_processes")
-        if asked is not None and asked != launch.world_size:
-            raise UserError(
-                f"accelerate launch was asked for {asked} processes on {group_size} machines, but it starts the same "
-                f"number on each: {launch.world_size} in all. Give --num_processes a multiple of --num_machines."
-            )
     if group_size and (launchers := str(_slurm_tasks(env))) not in ("1", group_size):
         raise UserError(
             f"srun started {launchers} launchers, but this one knows of {group_size}, so each would train alone. "
@@ -242,14 +233,6 @@ def _rendezvous_address(launch: Launch, env: Mapping[str, str]) -> tuple[str, in
     # slurm/train.sbatch, because it may have failed because its port was taken.
     number = int(job[0]) if job else 0
     return address, 20000 + (number + 2003 * part + 1009 * _number(env, "SLURM_RESTART_COUNT", "0")) % 10000
-
-
-def name_of_world(launch: Launch) -> str:
-    """The start of Slurm's step to which this process belongs; it tells apart two trainings that share a port."""
-    if launch.launcher != "srun":
-        return "no step of srun"
-    job, restart, step = (os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID"))
-    return f"step {job}.{step}, start {restart}"
 
 
 def allocated_hosts(env: Mapping[str, str]) -> list[str]:

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -187,50 +186,38 @@ def parent_process() -> tuple[psutil.Process, list[str]]:
     return parent, parent.cmdline()
 
 
-@dataclass(frozen=True)
-class Ancestor:
-    """A process above this one."""
-
-    pid: int
-    command: list[str]
-    """The words of its command line."""
-    owns_terminal: bool = False
-    """Whether a terminal was opened for it, as for the first shell in a window and for what `srun --pty` starts."""
-
-
-def ancestors() -> list[Ancestor]:
-    """The processes above this one, the nearest first, as far as this user may see them."""
-    found: list[Ancestor] = []
+def ancestors() -> list[str]:
+    """The names by which the processes above this one were called, the nearest first, as far as this user may see
+    them."""
+    found: list[str] = []
     number = os.getppid()
     with contextlib.suppress(OSError, ValueError):  # hidden from this user, or not Linux
         while number > 0:
-            fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()  # proc_pid_stat(5)
-            command = Path(f"/proc/{number}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
-            found.append(Ancestor(number, command, fields[3] == str(number) and fields[4] != "0"))
-            number = int(fields[1])
+            found.append(Path(f"/proc/{number}/cmdline").read_text(errors="replace").partition("\0")[0])
+            number = int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1])  # proc_pid_stat(5)
     return found
 
 
-def is_slurm_task(above: Iterable[Ancestor], task: str) -> bool | None:
-    """Whether srun started this process, perhaps through scripts and launchers; None if its ancestors do not show it.
+def is_slurm_task(above: Iterable[str]) -> bool | None:
+    """Whether srun made the step of this process, perhaps through scripts and launchers; None if its ancestors do not
+    show it.
 
     Variables cannot tell: what `srun` and `sbatch` start inherits those of the step in which they were called. But the
     process that starts a step, slurmstepd, has the step's name as its command line: "slurmstepd: [4711.batch]", or
-    `interactive` or `extern`, or a number if srun made the step. In the last case it may be a person who starts this
-    process, in a shell of `srun --pty`. `task`: the number of the process that the step has started, if it is known
-    (SLURM_TASK_PID): such a shell counts also where slurmstepd, which belongs to root, is hidden.
+    `interactive` or `extern`, or a number if srun made the step.
     """
-    in_shell = False
-    for ancestor in above:
-        step = re.match(r"slurmstepd: \[[^]]*?\.(\w+)", ancestor.command[0])
-        if step:
-            return step[1].isdigit() and not in_shell
-        words = ancestor.command[1:]
-        has_script = not all(word.startswith("-") for word in words) and "-i" not in words
-        in_shell = in_shell or (ancestor.owns_terminal and not has_script)
-        if in_shell and str(ancestor.pid) == task:
-            return False
+    for name in above:
+        if step := re.match(r"slurmstepd: \[[^]]*?\.(\w+)", name):
+            return step[1].isdigit()
     return None
+
+
+def has_terminal() -> bool:
+    """Whether this process belongs to a terminal, as in a shell of `srun --pty` that somebody types in."""
+    with contextlib.suppress(OSError):
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+        return True
+    return False
 
 
 def is_launcher(command: list[str]) -> bool:
@@ -245,15 +232,6 @@ def launcher_command() -> list[str]:
     except psutil.Error:
         return []
     return command if is_launcher(command) else []
-
-
-def asked_of_accelerate(command: list[str], name: str) -> int | None:
-    """The number that `accelerate launch` was given for an option such as num_processes, on its command line or in the
-    config file that it names; None if neither says one."""
-    given: object = _on_line(command, name)
-    if given is None and (file := _on_line(command, "config_file")):
-        given = _config(file).get(name)
-    return int(str(given)) if str(given).isdecimal() else None
 
 
 def gpu_asked_for(file: str | None) -> str | None:
@@ -344,18 +322,6 @@ def elastic_id() -> str:
 def other_agents_restart() -> bool:
     """Whether this process belongs to several such agents: if one is lost, the others go on."""
     return bool(elastic_id()) and os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
-
-
-def elastic_advice() -> str | None:
-    """A warning if an agent of torchrun that joins later could not meet the others; else None."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not elastic_id():
-        return None
-    if not any("c10d" in word for word in launcher_command()):
-        return None
-    return (
-        "the launcher shares its store with its processes, so that an agent that joins later, or takes rank 0's place, "
-        "cannot meet the others: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for all agents (docs/clusters.md)"
-    )
 
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)

@@ -20,7 +20,6 @@ from accel_train.errors import MetricError, is_terminal, one_line
 from accel_train.evaluate import Batch, evaluate
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
-from accel_train.launch.process import elastic_advice
 from accel_train.models.verdict import raise_unused_parameters_advice
 from accel_train.models.wrapping import broadcast_buffers
 from accel_train.optim.performance import evaluation_advice, memory_advice, raise_memory_advice, training_advice
@@ -423,7 +422,7 @@ def _announcement(
         yield Noted("resumed", {"update": state.update, "processes": plan.processes})
     if resumed or ledger.repeated_updates:
         yield Said((resumed_text(state, plan.processes, ledger, ended=trained),))
-    for warning in (precision_notice(accelerator), elastic_advice(), *setup.warnings):
+    for warning in (precision_notice(accelerator), *setup.warnings):
         if warning is not None:
             yield Warned(warning)
 

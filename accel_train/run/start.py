@@ -15,6 +15,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from accel_train import __version__
 from accel_train.checkpoint.directory import MANIFEST, BrokenError, list_updates, verify_files
 from accel_train.checkpoint.reading import find_newest_checkpoint, find_weights
 from accel_train.config.compatibility import (
@@ -218,7 +219,7 @@ def load_data(config: Config, accelerator: Accelerator, stopped: Callable[[], st
 
     `stopped`: returns why this start is to end, or "", while files are copied to the node.
     """
-    check_agreement(accelerator, **code_facts(config))  # before the user's own code runs
+    check_agreement(accelerator, version=__version__, **code_facts(config))  # before the user's own code runs
 
     def load() -> Splits:
         splits = splits_of(config)

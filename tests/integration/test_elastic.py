@@ -121,37 +121,26 @@ def test_losing_the_host_of_the_rendezvous_ends_the_job_and_the_same_command_goe
 
 
 @pytest.mark.parametrize(
-    ("variables", "command", "count", "identifier", "others", "warns"),
+    ("variables", "count", "identifier", "others"),
     [
-        ({}, "", "0", "", False, False),
-        ({"RUN_ID": "a", "RESTART_COUNT": "2", "MAX_RESTARTS": "0"}, "torchrun c10d", "0", "", False, False),
-        ({"RUN_ID": "a", "RESTART_COUNT": "2", "MAX_RESTARTS": "3"}, "torchrun c10d", "0", "a", True, False),
-        ({"RUN_ID": "a", "RESTART_COUNT": "2", "MAX_RESTARTS": "3", "USE_AGENT_STORE": "True"},
-         "torchrun --rdzv-backend=c10d", "2", "a", True, True),
-        ({"RUN_ID": "a", "RESTART_COUNT": "2", "MAX_RESTARTS": "3", "USE_AGENT_STORE": "True"},
-         "torchrun", "2", "a", True, False),
+        ({}, "0", "", False),
+        ({"RUN_ID": "a", "RESTART_COUNT": "2", "MAX_RESTARTS": "0"}, "0", "", False),
+        ({"RUN_ID": "a", "RESTART_COUNT": "2", "MAX_RESTARTS": "3"}, "0", "a", True),
+        ({"RUN_ID": "a", "RESTART_COUNT": "2", "MAX_RESTARTS": "3", "USE_AGENT_STORE": "True"}, "2", "a", True),
     ],
-)  # fmt: skip
+)
 def test_what_a_process_knows_of_its_agent(
-    monkeypatch: pytest.MonkeyPatch,
-    variables: dict[str, str],
-    command: str,
-    count: str,
-    identifier: str,
-    others: bool,
-    warns: bool,
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], count: str, identifier: str, others: bool
 ) -> None:
     for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "USE_AGENT_STORE"):
         monkeypatch.delenv(f"TORCHELASTIC_{name}", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    monkeypatch.setattr(process, "launcher_command", lambda: command.split())
     assert (process.restart_count(), process.elastic_id(), process.other_agents_restart()) == (
         count,
         identifier,
         others,
     )
-    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (process.elastic_advice() or "")) == warns
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     assert not process.other_agents_restart()
