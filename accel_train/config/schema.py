@@ -138,9 +138,9 @@ class Data:
     """In training, decode JPEGs of at least twice the needed size at a reduced size, which is faster."""
     # 1.4 to 2 times as fast. Median PSNR against Pillow's resize of the full image: 48 dB; with false: 61 dB.
     image_column: Annotated[str | None, DECIDES_SAMPLES] = None
-    """csv and hfds: the column of the images (csv: of their files); default: found by name or type."""
+    """The column of the images; default: path (csv), or found by its name or type (hfds)."""
     label_column: Annotated[str | None, DECIDES_SAMPLES] = None
-    """csv and hfds: the column of the labels; default: found by its name or type."""
+    """The column of the labels; default: label (csv), or found by its name or type (hfds)."""
     max_pixels: Annotated[
         int, POSITIVE, Free("it leaves out images that end a run otherwise; all others keep their index")
     ] = 178_956_970

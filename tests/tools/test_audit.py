@@ -86,7 +86,7 @@ def test_rows_of_a_table_without_files_are_all_told() -> None:
     assert missing.names == ("test/cat/3.jpg", "test/cat/4.jpg", "test/dog/3.jpg", "test/dog/4.jpg")
     assert len(result.images) == 16 and not result.unreadable and result.stops_training
     Path("pets/labels.csv").write_text("path,label\nnone.jpg,cat\nno.jpg,dog\n")
-    with pytest.raises(UserError, match=r"there is no file 'none.jpg'.*2 rows have such a mistake"):
+    with pytest.raises(UserError, match=r"there is no file 'none.jpg'.*2 of the table's 2 files are not there"):
         check_data(Data("csv", Path("pets/labels.csv")), processes=1)
 
 

@@ -8,17 +8,15 @@ sorted as numbers here, and as text in a folder.
 from __future__ import annotations
 
 import csv
-import difflib
 import hashlib
 import io
 import json
 import posixpath
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -26,36 +24,40 @@ import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.folder import MISSING, FileImages, file_stats, find_images
+from accel_train.data.sources.files.folder import MISSING, FileImages, file_stats
 from accel_train.data.sources.files.index import Index, Progress, SplitFiles, indexed, splits_of_index
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
-from accel_train.errors import UserError, first_of, nearest, raise_mistakes
+from accel_train.errors import UserError, first_of, nearest, one_line
 from accel_train.untrusted import read_regular_file
 
+DELIMITERS = ",\t;"
+"""The first of these that is in the header separates the cells: Excel writes ; where the comma is the decimal point."""
 SEPARATOR = ";"
 """Between several labels of an image. Alone in a cell: the image has no label."""
+OPTIONS = {"path": "--data.image-column", "label": "--data.label-column"}
+"""With which these columns may have another name."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+SHOWN = 5  # wrong rows that an error names
+LONGEST = 500  # characters of a message: a cell may have a hundred thousand
+MAX_BYTES = 1 << 32  # some ten million rows
 
 Labels = npt.NDArray[Any]
 """int64 [n], or bool [n, classes]."""
 
 
-@dataclass
-class _Rows:
-    """The rows of a table, in the table's order; each list has one entry per row."""
+class Row(NamedTuple):
+    """A row of a table."""
 
-    numbers: list[int] = field(default_factory=list)
-    """As an editor shows them."""
-    paths: list[str] = field(default_factory=list)
+    number: int
+    """As an editor shows it."""
+    path: str
     """Normalised: cat/1.jpg, not ./cat//1.jpg. Relative to the table's folder, or absolute if outside of it."""
-    labels: list[str] = field(default_factory=list)
-    """The cells."""
-    splits: list[str] = field(default_factory=list)
+    label: str
+    """The cell."""
+    split: str
     """train, validation or test."""
-    ignored: str = ""
-    notes: tuple[str, ...] = ()
 
 
 def table(data: Data) -> Splits:
@@ -69,256 +71,98 @@ def index_of(data: Data) -> Index:
     given = {role: name for role, name in columns.items() if name is not None}
     # Other columns of the same table are other data.
     kind = f"csv-{path.name}" + "".join(f"-{role}={quote(name, safe='')}" for role, name in given.items())
-    return indexed(path.parent, kind, lambda progress: _look(path, given, progress), verify=data.verify)
+    names = {"path": "path", "label": "label", "split": "split", **given}
+    return indexed(path.parent, kind, lambda progress: _look(path, names, progress), verify=data.verify)
 
 
-def _look(path: Path, given: Mapping[str, str], progress: Progress) -> Index:
-    """Read the table, and look for its files. `given`: path or label -> the name of that column. Raises UserError."""
-    mistakes = Mistakes(path)
-    rows = _read(path, given, mistakes)
-    # Before any label is looked at, so that all of these mistakes are told at once.
-    stats = file_stats(path.parent, rows.paths, progress)
-    if (stats == MISSING).all() and _complete_paths(path.parent, rows, mistakes):
-        stats = file_stats(path.parent, rows.paths, progress)
-    missing = np.flatnonzero((stats == MISSING).all(1)).tolist()
-    for index in missing:
-        image = rows.paths[index]
-        mistakes.add("missing", rows.numbers[index], f"there is no file '{image}' in {path.parent}.")
-    mistakes.raise_all(but="missing")
-    classes, labels = _labels(rows.labels)
-    splits = np.array(rows.splits)
-    _check_training_classes(rows, classes, labels, splits == "train", mistakes)
-    mistakes.raise_all(but="missing")
-
-    lost = set(missing)  # the other images can be read, and checked
-    there = [index for index in range(len(rows.paths)) if index not in lost]
-    if not any(rows.splits[index] == "train" for index in there):
-        mistakes.raise_all()
-    order = np.array(sorted(there, key=rows.paths.__getitem__))
+def _look(path: Path, names: Mapping[str, str], progress: Progress) -> Index:
+    """Read the table, and look for its files. `names`: path, label or split -> its column. Raises UserError."""
+    rows, ignored = _read(path, names)
+    stats = file_stats(path.parent, [row.path for row in rows], progress)
+    is_missing = (stats == MISSING).all(1)
+    missing = [row for row, lost in zip(rows, is_missing, strict=True) if lost]
+    mistake = ""
+    if missing:
+        first = missing[0]
+        mistake = one_line(
+            f"{path}, row {first.number}: there is no file '{first.path}' in {path.parent}. {len(missing)} of the "
+            f"table's {len(rows)} files are not there. Paths are relative to the table's folder, with their suffix.",
+            LONGEST,
+        )
+    classes, labels = _labels([row.label for row in rows])  # also of missing files: the others can be checked
+    splits = np.array([row.split for row in rows])
+    if not (splits == "train").any():
+        found = " and ".join(sorted(set(splits)))
+        raise UserError(
+            f"{path}: no row has the split train, only {found}. To evaluate a run on all images of a table, "
+            "remove the column split and give --split train."
+        )
+    if not (~is_missing & (splits == "train")).any():
+        raise UserError(mistake)
+    order = np.array(sorted(np.flatnonzero(~is_missing), key=lambda id: rows[id].path))
     files: dict[str, SplitFiles] = {}
     digest = hashlib.sha256(json.dumps(classes).encode())
     for split in ("train", "validation", "test"):
         ids = order[splits[order] == split]
         if not len(ids):
             continue
-        paths, its_labels = [rows.paths[id] for id in ids], torch.from_numpy(labels[ids])
+        paths, its_labels = [rows[id].path for id in ids], torch.from_numpy(labels[ids])
         files[split] = SplitFiles(StringArray(paths), its_labels, stats=SharedArray(stats[ids]))
         for part in (split, *paths):
             digest.update(f"{part}\0".encode())
         digest.update(labels[ids].tobytes())
     return Index(
-        places=(path.name, *sorted({rows.paths[index].rpartition("/")[0] for index in there})),
+        places=(path.name, *sorted({rows[id].path.rpartition("/")[0] for id in order})),
         classes=classes,
         splits=files,
         table=digest.hexdigest(),
-        missing=tuple(sorted(rows.paths[index] for index in missing)),
-        ignored=rows.ignored,
-        notes=rows.notes,
-        mistake=mistakes.line("missing"),
+        missing=tuple(sorted(row.path for row in missing)),
+        ignored=ignored,
+        mistake=mistake,
     )
 
 
-def _complete_paths(root: Path, rows: _Rows, mistakes: Mistakes) -> bool:
-    """Complete the paths of the rows, none of which is a file as it is written, that are those of images below `root`
-    without their folder, their suffix or both; return whether there is one. Raises UserError if one could mean several.
-    """
-    try:
-        images = find_images(root).images
-    except UserError:  # of a folder that may have nothing to do with the table
-        return False
-    by_name: dict[str, list[str]] = {}
-    for image in images:
-        name = image.rpartition("/")[2]
-        for key in {name, name.rpartition(".")[0]}:
-            by_name.setdefault(key, []).append(image)
-    completed, example = False, ""
-    row_of: dict[str, int] = {}
-    for index, path in enumerate(rows.paths):
-        endings = (f"/{path}", f"/{path}.")
-        found = [
-            image
-            for image in by_name.get(path.rpartition("/")[2], ())
-            if f"/{image}".endswith(endings[0]) or f"/{image.rpartition('.')[0]}.".endswith(endings[1])
-        ]
-        number = rows.numbers[index]
-        if len(found) > 1:
-            names = " or ".join(f"'{image}'" for image in found[:2])
-            mistakes.add("several", number, f"'{path}' could be {names}; write the whole path.")
-        elif found and found[0] in row_of:
-            mistakes.add("twice", number, f"the image '{found[0]}' is also in row {row_of[found[0]]}; keep one row.")
-        elif found:
-            row_of[found[0]] = number
-            example = example or f"'{path}' is {found[0]}"
-            rows.paths[index], completed = found[0], True
-    if completed:
-        rows.notes += (f"{mistakes.path}: its paths are completed by what is there, for example {example}.",)
-    mistakes.raise_all()
-    return completed
-
-
-def _read(path: Path, given: Mapping[str, str], mistakes: Mistakes) -> _Rows:
-    """The rows, without the mistaken ones. Raises UserError if the columns are not clear."""
-    lines = csv_rows(path)
+def _read(path: Path, names: Mapping[str, str]) -> tuple[list[Row], str]:
+    """The rows, and which columns are not used. Raises UserError if a column is not there, or with the first of the
+    rows that have a mistake."""
+    lines = _csv_rows(path)
     first, header = next(lines, (0, []))
     if not header:
         raise UserError(f"{path} is empty; its first row must name the columns, such as path,label.")
-    where = f"{path}, row {first}"
-    columns = columns_of(header, given, where)
-    rows, folder = _Rows(), f"{path.parent.absolute().as_posix()}/"
-    line_of: dict[str, int] = {}
+    columns = _columns(header, names, f"{path}, row {first}")
+    folder = f"{path.parent.absolute().as_posix()}/"
+    rows: dict[str, Row] = {}
+    mistakes: list[str] = []
     for number, cells in lines:
         if len(cells) != len(header):
-            advice = "; put a cell that contains the separator in quotation marks" if len(cells) > len(header) else ""
-            text = f"it has {len(cells)} cell{'s' * (len(cells) > 1)}, but the header has {len(header)}{advice}."
-            mistakes.add("cells", number, text)
+            mistakes.append(
+                f"{path}, row {number}: it has {len(cells)} cells, but the header has {len(header)}; put a cell that "
+                "contains the separator in quotation marks."
+            )
             continue
         values = {role: cells[column] for role, column in columns.items()}
         image = posixpath.normpath(values["path"]).removeprefix(folder)
-        problem = _problem(values)
-        if problem is None and image in line_of:
-            problem = "twice", f"the image '{image}' is also in row {line_of[image]}; keep one of these rows."
-        if problem is not None:
-            mistakes.add(problem[0], number, problem[1])
+        mistake = _mistake(values)
+        if not mistake and image in rows:
+            mistake = f"the image '{image}' is also in row {rows[image].number}; keep one of these rows."
+        if mistake:
+            mistakes.append(one_line(f"{path}, row {number}: {mistake}", LONGEST))
             continue
-        line_of[image] = number
-        rows.numbers.append(number)
-        rows.paths.append(image)
-        rows.labels.append(sys.intern(values["label"]))  # one string, not a million
-        rows.splits.append(SPLIT_NAMES[values["split"].lower()] if "split" in columns else "train")
-    if not rows.numbers:
-        mistakes.raise_all()
+        split = SPLIT_NAMES[values.get("split", "train").lower()]
+        rows[image] = Row(number, image, sys.intern(values["label"]), split)  # one string, not a million
+    if len(mistakes) > SHOWN:
+        mistakes[SHOWN:] = [f"{path}: {len(mistakes)} rows have mistakes; these are the first {SHOWN}."]
+    if mistakes:
+        raise UserError(*mistakes)
+    if not rows:
         raise UserError(f"{path} has a header, but no row with an image.")
     unused = [name for column, name in enumerate(header) if column not in columns.values()]
-    rows.ignored = f"column{'s' * (len(unused) > 1)} {quoted(unused)}" if unused else ""
-    rows.notes = unused_notes(unused, columns, where)
-    return rows
+    return [*rows.values()], f"column{'s' * (len(unused) > 1)} {_quoted(unused)}" if unused else ""
 
 
-def _problem(values: dict[str, str]) -> tuple[str, str] | None:
-    """Kind and description of the first mistake in a row's cells, apart from its files; None: there is none."""
-    path, split = values["path"], values.get("split", "train")
-    for role, cell in values.items():
-        if not cell.isprintable() and CONTROL.search(cell):
-            return "control", f"the {role} has a line break or another control character: {cell!r}."
-        if not cell and role == "label":
-            advice = f"If images of this table have several labels or none, write {SEPARATOR} for none."
-            return "empty label", f"the label is empty. {advice}"
-        if not cell:
-            return f"empty {role}", f"the {role} is empty."
-    if path[1:3] in (":/", ":\\"):
-        return "outside", f"the path '{path}' is one of Windows; write it relative to the table's folder, with /."
-    if not path.startswith("/") and ".." in path and ".." in path.split("/"):
-        return "outside", f"the path '{path}' leads outside the table's folder; move the table to a folder above."
-    if split.lower() not in SPLIT_NAMES:
-        hint = nearest(split.lower(), SPLIT_NAMES)
-        return "split", f"unknown split '{split}'; expected train, val or test.{hint}"
-    return None
-
-
-def _labels(cells: Sequence[str]) -> tuple[tuple[str, ...], Labels]:
-    """The classes, and the labels of all rows: int64 [n], or bool [n, classes] if any cell has a separator.
-
-    Classes are sorted: by their numbers if all labels are whole numbers, else as text, as a folder's classes are.
-    """
-    several = any(SEPARATOR in cell for cell in cells)
-    parts = {cell: [part.strip() for part in cell.split(SEPARATOR) if part.strip()] for cell in set(cells)}
-    names = {name for found in parts.values() for name in found}
-    if all(NUMBER.fullmatch(name) for name in names):
-        spelt: dict[int, str] = {}
-        for name in sorted(names):
-            if spelt.setdefault(int(name), name) != name:
-                raise UserError(
-                    f"the labels '{spelt[int(name)]}' and '{name}' of the table are the same number, but two texts: "
-                    "write one of them in all rows, or put a letter before the labels if they are two classes."
-                )
-        parts = {cell: [str(int(name)) for name in found] for cell, found in parts.items()}
-        classes = tuple(map(str, sorted({int(name) for name in names})))
-    else:
-        classes = tuple(sorted(names))
-    number = {name: label for label, name in enumerate(classes)}
-    if not several:
-        one = {cell: number[found[0]] for cell, found in parts.items()}
-        return classes, np.array([one[cell] for cell in cells], dtype=np.int64)
-    sets = {cell: [number[name] for name in found] for cell, found in parts.items()}
-    matrix = np.zeros((len(cells), len(classes)), dtype=np.bool_)
-    for index, cell in enumerate(cells):
-        matrix[index, sets[cell]] = True
-    return classes, matrix
-
-
-def _check_training_classes(
-    rows: _Rows, classes: Sequence[str], labels: Labels, is_train: npt.NDArray[np.bool_], mistakes: Mistakes
-) -> None:
-    """Add the rows with a class that no training image has. Raises UserError if there is no training image at all."""
-    if not is_train.any():
-        found = " and ".join(sorted(set(rows.splits)))
-        raise UserError(
-            f"{mistakes.path}: no row has the split train, only {found}. To evaluate a run on all images of a table, "
-            "remove the column split and give --split train."
-        )
-    trained = labels[is_train]
-    if labels.ndim == 2:
-        untrained = labels & ~trained.any(0)
-        number, is_untrained = untrained.argmax(1), untrained.any(1)
-    else:
-        number, is_untrained = labels, (np.bincount(trained, minlength=len(classes)) == 0)[labels]
-    for index in np.flatnonzero(is_untrained):
-        name, split = classes[number[index]], rows.splits[index]
-        mistakes.add("class", rows.numbers[index], f"the class '{name}' of this {split} image has no training image.")
-
-
-# Reads a CSV file row by row: which column is which, and the mistakes in its rows.
-
-
-DELIMITERS = ",\t;"
-"""The first of these that is in the header separates the cells: Excel writes ; where the comma is the decimal point."""
-SHOWN = 5  # rows with the same mistake that are named
-MAX_BYTES = 1 << 32  # some ten million rows
-LONGEST = 500  # characters of a message: a cell may have a hundred thousand
-
-COLUMNS = {
-    "path": ("path", "file", "filename", "filepath", "image"),
-    "label": ("label", "labels", "class", "target"),
-    "split": ("split",),
-}
-"""The names that a column may have, in capital or small letters: "File name" and file_name are filename."""
-OPTIONS = {"path": "--data.image-column", "label": "--data.label-column"}
-"""With which a column may have another name."""
-
-Row = tuple[int, list[str]]
-"""Its number, as an editor shows it, and its cells without the spaces around them."""
-
-
-class Mistakes:
-    """Mistakes in the rows of a file: one line for each kind, with its first rows and the number of all."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._rows: dict[str, list[int]] = {}
-        self._texts: dict[str, str] = {}
-
-    def add(self, kind: str, row: int, text: str) -> None:
-        """Record a mistake in `row`. The `text` of the first mistake of each `kind` is shown."""
-        self._texts.setdefault(kind, text if len(text) <= LONGEST else f"{text[:LONGEST]}…")
-        self._rows.setdefault(kind, []).append(row)
-
-    def raise_all(self, *, but: str = "") -> None:
-        """Raise UserError with all of them, if there are any of another kind than `but`."""
-        if self._rows.keys() - {but}:
-            raise_mistakes(map(self.line, self._rows))
-
-    def line(self, kind: str) -> str:
-        """The mistake of this kind as one line; "" if there is none."""
-        rows = self._rows.get(kind, [])
-        if not rows:
-            return ""
-        named = ", ".join(map(str, rows[:SHOWN])) + ", …" * (len(rows) > SHOWN)
-        others = f" {len(rows)} rows have such a mistake: {named}." if len(rows) > 1 else ""
-        return f"{self.path}, row {rows[0]}: {self._texts[kind]}{others}"
-
-
-def csv_rows(path: Path) -> Iterator[Row]:
-    """Yield the header and all rows of the CSV file `path`; rows without any text are skipped. Raises UserError."""
+def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of each row, as an editor shows it, and its cells without the spaces around them; rows without
+    any text are skipped. Raises UserError."""
     text = _read_text(path)
     header = next((line for line in io.StringIO(text) if line.strip()), "")
     delimiter = next((mark for mark in DELIMITERS if mark in header), ",")
@@ -347,59 +191,64 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise UserError(f"--data.root {path} cannot be read ({error.strerror}); name a CSV file.") from error
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
         raise UserError(
             f"{path}, row {number}: it is not UTF-8. Save the table as UTF-8 (in Excel: as CSV UTF-8)."
         ) from error
-    if "\0" in text:
-        number = text.count("\n", 0, text.index("\0")) + 1
-        raise UserError(f"{path}, row {number}: it has a NUL byte, so this is not a text file or it is damaged.")
-    return text
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]+", "", name).casefold()
-
-
-def columns_of(header: Sequence[str], given: Mapping[str, str], where: str) -> dict[str, int]:
-    """path, label, … -> number of the column. `given`: the names of some. Raises UserError if one is missing, or if two
-    could be meant."""
+def _columns(header: Sequence[str], names: Mapping[str, str], where: str) -> dict[str, int]:
+    """path, label, split -> number of the column; a table may lack splits. Raises UserError."""
     columns: dict[str, int] = {}
-    for role, usual in COLUMNS.items():
-        names = (_plain(given[role]),) if role in given else usual
-        found = [column for column, name in enumerate(header) if _plain(name) in names]
+    for role, name in names.items():
+        found = [column for column, title in enumerate(header) if title.casefold() == name.casefold()]
         if len(found) > 1:
-            option = f"say which one with {OPTIONS[role]}, or " if role in OPTIONS and role not in given else ""
-            raise UserError(
-                f"{where}: the columns {quoted([header[column] for column in found])} could each be the {role}; "
-                f"{option}keep one of these names."
-            )
+            raise UserError(f"{where}: {len(found)} columns are named '{name}'; keep one.")
         if found:
             columns[role] = found[0]
-        elif role in given:
+        elif role in OPTIONS:
             raise UserError(
-                f"{where}: there is no column '{given[role]}' for the {role}; found {quoted(header)}."
-                f"{nearest(given[role], header)}"
-            )
-        elif role in ("path", "label"):
-            raise UserError(
-                f"{where}: there is no column for the {role}; found {quoted(header)}, expected one of "
-                f"{', '.join(names)} in the first row. Name it with {OPTIONS[role]}."
+                f"{where}: there is no column '{name}'; found {_quoted(header)}.{nearest(name, header)} Name the "
+                f"column of the {role} with {OPTIONS[role]}."
             )
     return columns
 
 
-def unused_notes(unused: Sequence[str], used: Iterable[str], where: str) -> tuple[str, ...]:
-    """A warning for each of the `unused` columns whose name is like one that the table lacks. `used`: path, label, …"""
-    lacking = [role for role in COLUMNS if role not in used]
-    return tuple(
-        f"{where}: the column '{name[:50]}' is not used. Did you mean '{close[0]}'?"
-        for name in unused
-        if (close := difflib.get_close_matches(_plain(name), lacking, n=1, cutoff=0.75))
-    )
+def _mistake(values: Mapping[str, str]) -> str:
+    """What is wrong in the cells of a row, apart from its files; "": nothing."""
+    for role, cell in values.items():
+        if not cell.isprintable() and CONTROL.search(cell):
+            return f"the {role} has a line break or another control character: {cell!r}."
+        if not cell:
+            several = f" If images of this table have several labels or none, write {SEPARATOR} for none."
+            return f"the {role} is empty.{several if role == 'label' else ''}"
+    path, split = values["path"], values.get("split", "train")
+    if not path.startswith("/") and ".." in path.split("/"):
+        return f"the path '{path}' leads outside the table's folder; move the table to a folder above."
+    if split.lower() not in SPLIT_NAMES:
+        return f"unknown split '{split}'; expected train, val or test.{nearest(split.lower(), SPLIT_NAMES)}"
+    return ""
 
 
-def quoted(names: Sequence[str]) -> str:
+def _labels(cells: Sequence[str]) -> tuple[tuple[str, ...], Labels]:
+    """The classes, and the labels of all rows: int64 [n], or bool [n, classes] if any cell has a separator.
+
+    Classes are sorted: by their numbers if all labels are whole numbers, else as text, as a folder's classes are.
+    """
+    parts = {cell: [part for part in map(str.strip, cell.split(SEPARATOR)) if part] for cell in set(cells)}
+    names = {name for found in parts.values() for name in found}
+    classes = tuple(sorted(names, key=int) if all(map(NUMBER.fullmatch, names)) else sorted(names))
+    number = {name: label for label, name in enumerate(classes)}
+    if not any(SEPARATOR in cell for cell in cells):
+        return classes, np.array([number[cell] for cell in cells], dtype=np.int64)
+    sets = {cell: [number[name] for name in found] for cell, found in parts.items()}
+    matrix = np.zeros((len(cells), len(classes)), dtype=np.bool_)
+    for index, cell in enumerate(cells):
+        matrix[index, sets[cell]] = True
+    return classes, matrix
+
+
+def _quoted(names: Sequence[str]) -> str:
     return first_of([f"'{name[:50]}'" for name in names], 8)
