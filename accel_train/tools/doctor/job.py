@@ -6,25 +6,40 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from accel_train.errors import UserError, first_of
+from accel_train.errors import UserError, first_of, reason_of
 from accel_train.launch.environment import in_job
 from accel_train.launch.process import launcher_command, parent_process
 from accel_train.records.directory import environment
+from accel_train.run.start import find_finished_run
 from accel_train.tools.cluster.scheduler import PBS_TIMES, ask
-from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Finding, judged, on_each_rank, on_main
+from accel_train.tools.doctor.check import (
+    FAIL,
+    NA,
+    PASS,
+    WARN,
+    Examination,
+    Finding,
+    judged,
+    on_each_rank,
+    on_main,
+    worst_rank,
+)
 
 DRIVER = Path("/proc/driver/nvidia/version")
-CLOCK_SECONDS = 1.0
+CLOCK_SECONDS, PROXY_SECONDS = 1.0, 1.0
+PROXIES = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 JOB_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUBLAS_", "ACCELERATE_", "FSDP_")
 """Beginnings of the names of variables that change what is computed, or how the processes connect."""
 MAY_DIFFER = re.compile(r"(GLOO|NCCL)_SOCKET_IFNAME|\w+_DEBUG(_\w+)?")
 """Nodes may name the interface that they share differently, and messages change nothing."""
-REQUEUES = ("USR1", "10")
-"""The signal after which the training saves and its job goes on."""
+REQUEUES, SAVES = ("USR1", "10"), ("TERM", "15", "INT", "2", "HUP", "1", "XCPU", "24")
+"""The signal after which the training saves and its job goes on, and those after which it saves."""
 JOB_SCRIPT = "ACCEL_TRAIN_START"
 """Set by the job scripts, which pass on a signal that only they get (--signal=B:USR1@120)."""
 PBS_LEAD = "ACCEL_TRAIN_LEAD_SECONDS"
@@ -54,10 +69,27 @@ def _same(exam: Examination, facts: Mapping[str, str], advice: str) -> Finding:
 
 
 def variables(exam: Examination) -> Finding:
-    """The variables that change what is computed or how processes connect are the same."""
+    """The variables that change what is computed or how processes connect are the same; a proxy answers."""
     mine = {name: value for name, value in os.environ.items() if name.startswith(JOB_VARIABLES)}
     mine = {name: value for name, value in mine.items() if not MAY_DIFFER.fullmatch(name)}
-    return _same(exam, mine, "Export it in the job script, before srun.")
+    same = _same(exam, mine, "Export it in the job script, before srun.")
+    proxies = worst_rank(exam, _proxy)
+    return same if same.status == FAIL else proxies if proxies.status == WARN else same
+
+
+def _proxy() -> Finding:
+    for name in PROXIES:
+        url = os.environ.get(name, "")
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if not parts.hostname:
+            continue
+        try:
+            socket.create_connection((parts.hostname, parts.port or 80), PROXY_SECONDS).close()
+        except OSError as error:
+            measured = f"{name} is {parts.hostname}:{parts.port or 80}, which does not answer ({reason_of(error)})"
+            advice = f"Unset {name}, or download data and weights on the login node first."
+            return Finding(WARN, measured, "a proxy that answers", advice)
+    return Finding(PASS, "")
 
 
 def clocks(exam: Examination) -> Finding:
@@ -79,7 +111,16 @@ def clocks(exam: Examination) -> Finding:
 
 @on_main
 def time_left(exam: Examination) -> Finding:
-    """The job's time is enough for the run."""
+    """The run is not finished yet, and the job's time is enough for it."""
+    run = exam.config.output_dir
+    if run is not None:
+        try:
+            finished = find_finished_run(run, exam.config, exam.launch)
+        except UserError as error:
+            return Finding(FAIL, str(error), "a run that can go on", "Choose another --output-dir.")
+        if finished is not None and finished.result:
+            advice = "Choose another --output-dir; or more --epochs, with --allow-change epochs."
+            return Finding(WARN, f"{run} holds a finished run: nothing would be trained", "a run to train", advice)
     end, needed = end_of_job(), exam.measured.get("training_seconds")
     if end is None:
         return Finding(NA, "not in a job with a time limit that is known here")
@@ -125,10 +166,12 @@ def judged_signal(option: str, save: float | None) -> Finding:
         return Finding(WARN, lost, EARLY, again.format(_enough(save, DEFAULT_LEAD)))
     name, seconds = match[2].upper(), int(match[3] or 60)
     again = again.replace("{}", str(_enough(save, seconds)))
-    if name not in REQUEUES:
-        return Finding(FAIL, f"--signal={option}: the training does not ask for a requeue after it", EARLY, again)
-    if "B" in (match[1] or "") and not passed_on:
+    if name not in REQUEUES + SAVES:
+        return Finding(FAIL, f"--signal={option}: the training does not listen to it", EARLY, again)
+    if "B" in (match[1] or "") and not (passed_on and name in REQUEUES):
         return Finding(FAIL, f"--signal={option}: only the batch script gets it", EARLY, again)
+    if name in SAVES:
+        return Finding(WARN, f"--signal={option}: the training saves, but the job is not requeued", EARLY, again)
     return _judged_lead(seconds, f"--signal={option}", save, again)
 
 
@@ -146,13 +189,18 @@ def _enough(save: float | None, seconds: int) -> int:
 def signal_option() -> str:
     """What --signal was given to this job of Slurm, such as "B:USR1@120"; "" if nothing says it.
 
-    As sbatch has it, its command line counts before the script. The accounts have it, if Slurm keeps them.
+    As sbatch has it, its command line counts first, then its variable, then the script. The job's record has the
+    command line since Slurm 24.05, and the accounts have it, if Slurm keeps them.
     """
     job = os.environ["SLURM_JOB_ID"]
-    line = _answer("sacct", "--jobs", job, "--allocations", "--noheader", "--parsable2", "--format=SubmitLine")
+    line = "".join(re.findall(r"\bSubmitLine=(.*)", _job_record())) or _answer(
+        "sacct", "--jobs", job, "--allocations", "--noheader", "--parsable2", "--format=SubmitLine"
+    )
     before_script = re.split(r"\s\S+\.(?:sbatch|sh)\b", line)[0]
     if given := re.findall(r"\s--signal[= ](\S+)", before_script):
         return str(given[-1])
+    if given_by_variable := os.environ.get("SBATCH_SIGNAL"):
+        return given_by_variable
     script = _answer("scontrol", "write", "batch_script", job, "-")
     given = re.findall(r"^#SBATCH.*\s--signal[= ](\S+)", script, re.MULTILINE)
     return given[-1] if given else ""

@@ -22,7 +22,7 @@ from accel_train.errors import counted, one_line
 from accel_train.launch.process import available_cores, core_set, hostname
 from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Finding, judged, on_each_rank, worst_rank
 
-CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CPU_MAX, CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LEAST_MEMORY, LEAST_SHARED_MEMORY = 2 * 2**30, 2**30  # bytes of a process, and of a node
 SHARED_MEMORY = Path("/dev/shm")
 SIZE, GPU_SIZE, SECONDS = 1024, 4096, 0.5  # a product takes some milliseconds, so that it is not the start that counts
@@ -37,34 +37,50 @@ QUERY = {
 
 
 def cores(exam: Examination) -> Finding:
-    """Each process has the cores that the job asked for, and no more data workers than cores."""
-    asked, workers = os.environ.get("SLURM_CPUS_PER_TASK", ""), exam.config.data.workers or 0
+    """Each process has the cores that the job asked for, and neither more threads nor more data workers than cores."""
+    asked, threads = os.environ.get("SLURM_CPUS_PER_TASK", ""), torch.get_num_threads()
+    workers = exam.config.data.workers or 0
     everyone = exam.gather((exam.hosts[exam.launch.rank], core_set()))
     host, mine = everyone[exam.launch.rank]
     sharing = sum(1 for other, theirs in everyone if other == host and theirs & mine)
 
     def look() -> Finding:
-        usable = available_cores()
+        usable = min(available_cores(), cpu_quota() or available_cores())
         share = usable / sharing
-        found, expected = f"{share:.3g} for each process ({usable} shared by {sharing})", "at least one a process"
+        found, expected = f"{share:.3g} for each process ({usable:.3g} shared by {sharing})", "at least one a process"
         if asked.isdigit() and usable < int(asked):
             advice = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK", or --cpu-bind=none'
             return Finding(WARN, found, f"{asked} a task (--cpus-per-task)", advice)
         if share < 1:
             return Finding(WARN, found, expected, "Start fewer processes, or ask for more cores.")
+        if threads > share:
+            advice = "Unset it: accel-train divides the cores by the processes."
+            return Finding(WARN, f"OMP_NUM_THREADS is {threads}, cores: {found}", "no more threads than cores", advice)
         measured = f"--data.workers {workers}, cores: {found}"
         return judged(workers <= share, measured if workers else found, expected, f"--data.workers {int(share)}")
 
     return worst_rank(exam, look)
 
 
+def cpu_quota(file: Path = CPU_MAX) -> float | None:
+    """The limit of the control group, in cores; None: no limit."""
+    try:
+        quota, period = file.read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
 @on_each_rank
 def memory(exam: Examination) -> Finding:
     """The host's memory that the processes of a node may use."""
-    total, limit = psutil.virtual_memory().total, cgroup_limit()
-    usable = total if limit is None else min(total, limit)
+    limit, asked = cgroup_limit(), memory_asked()
+    usable = min(number for number in (psutil.virtual_memory().total, limit, asked) if number is not None)
     share = usable / exam.ranks_here
     found = f"{usable / 2**30:.1f} GiB a node, {share / 2**30:.1f} GiB a process"
+    if limit is not None and asked is not None and limit < asked:
+        advice = "Ask the administrators; until then use no more than this."
+        return Finding(WARN, f"the control group allows {found}", f"{asked / 2**30:.1f} GiB (--mem)", advice)
     return judged(share >= LEAST_MEMORY, found, "2 GiB a process", "Ask for more: --mem, or --mem-per-cpu")
 
 
@@ -81,6 +97,18 @@ def cgroup_limit() -> int | None:
             with contextlib.suppress(OSError, ValueError):  # "max"
                 limits.append(int(file.read_text()))
     return min(limits, default=None)
+
+
+def memory_asked() -> int | None:
+    """What Slurm was asked for on this node, in bytes; None: nothing, or all of the node's."""
+    for name, count in (
+        ("SLURM_MEM_PER_NODE", "1"),
+        ("SLURM_MEM_PER_CPU", os.environ.get("SLURM_CPUS_ON_NODE", "")),
+        ("SLURM_MEM_PER_GPU", os.environ.get("SLURM_GPUS_ON_NODE", "")),
+    ):
+        if os.environ.get(name, "").isdigit() and count.isdigit():  # in MiB; 0: all of the node's
+            return int(os.environ[name]) * int(count) * 2**20 or None
+    return None
 
 
 @on_each_rank

@@ -24,8 +24,10 @@ from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Fi
 SLOW_FILE = 0.01  # seconds
 FILES, COMPARED, READ = 1000, 8, 64  # samples whose sizes, pixels and times are compared
 READ_SECONDS, SAVE_SECONDS = 0.5, 1.0  # the longest time of a measurement
+INODES = 1000  # files of a run with its checkpoints, generously
 ASKED, ASKED_SECONDS = 16 * 2**20, 0.02  # bytes that a disk which can reserve room reserves in no time
-SCRATCH_BYTES = 16 * 2**20  # in HOME and TMPDIR
+SCRATCH_BYTES = 16 * 2**20  # in HOME, TMPDIR and the caches
+CACHES = ("HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def data_contents(exam: Examination) -> Finding:
@@ -90,7 +92,7 @@ def reading(exam: Examination) -> Finding:
 
 
 def room(exam: Examination) -> Finding:
-    """The run's disk has room for the checkpoints, and HOME and TMPDIR of each node can be written."""
+    """The run's disk has room for the checkpoints, and HOME, TMPDIR and the caches of each node can be written."""
     size = None if exam.setup is None else checkpoint_bytes(exam)
     checkpoints = broadcast_from_main(exam.accelerator, lambda: _room(exam, size))
     scratch = worst_rank(exam, _scratch)
@@ -109,10 +111,13 @@ def _room(exam: Examination, size: int | None) -> Finding:
     keep = exam.config.checkpoint.keep + 2
     expected = "" if size is None else f"{keep} checkpoints of {size / 2**20:,.1f} MiB"
     try:
-        usage = shutil.disk_usage(exam.folder)
+        usage, inodes = shutil.disk_usage(exam.folder), os.statvfs(exam.folder)
     except OSError as error:
         return Finding(NA, f"{exam.folder} cannot be examined ({error.strerror})", expected)
     found = f"{usage.free / 2**30:.1f} GiB free in {exam.folder}"
+    if inodes.f_files and inodes.f_favail < INODES:
+        advice = "Delete files, or choose another disk."
+        return Finding(FAIL, f"{exam.folder} has {inodes.f_favail} inodes free", f"{INODES}", advice)
     if size is not None and usage.free < size * keep:
         return Finding(FAIL, found, expected, "Free room, choose another --output-dir, or a smaller --checkpoint.keep.")
     if reason := why_not_writable(exam.folder, (size or 0) * keep):
@@ -122,7 +127,10 @@ def _room(exam: Examination, size: int | None) -> Finding:
 
 
 def _scratch() -> Finding:
-    for name, folder in (("HOME", Path.home()), ("TMPDIR", Path(os.environ.get("TMPDIR", "/tmp")))):
+    folders = {name: Path(os.environ[name]) for name in ("HOME", *CACHES) if os.environ.get(name)}
+    for name, folder in {**folders, "TMPDIR": Path(os.environ.get("TMPDIR", "/tmp"))}.items():
+        if name in CACHES:  # is made when it is needed
+            folder = next((place for place in (folder, *folder.parents) if place.is_dir()), folder)
         if reason := why_not_writable(folder, SCRATCH_BYTES):
             advice = f"export {name}=a folder on a disk with room, in the job script"
             return Finding(WARN, f"{name} is {folder}: {reason}", "a folder that can be written", advice)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from accel_train.cli import main
 from accel_train.config.options import parse
 from accel_train.launch.environment import Launch
 from accel_train.tools.doctor import job, node, storage
@@ -58,11 +59,17 @@ def test_cores_that_a_task_did_not_get(exam: Exam, monkeypatch: pytest.MonkeyPat
     assert node.cores(exam()).status == PASS
 
 
-def test_more_workers_than_cores(exam: Exam) -> None:
+def test_more_threads_or_workers_than_cores(exam: Exam) -> None:
     assert has(node.cores(exam("--data.workers", "4096")), WARN, "--data.workers 4096", "--data.workers ")
+    torch.set_num_threads(1000)  # as OMP_NUM_THREADS=1000 does
+    assert has(node.cores(exam()), WARN, "OMP_NUM_THREADS is 1000", "Unset it")
 
 
 def test_limits_of_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert node.cpu_quota(tmp_path / "cpu.max") == 1.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert node.cpu_quota(tmp_path / "cpu.max") is None is node.cpu_quota(tmp_path / "none")
     monkeypatch.setattr(node, "CGROUPS", tmp_path)
     monkeypatch.setattr(node, "OWN_CGROUP", tmp_path / "own")
     assert node.cgroup_limit() is None
@@ -81,6 +88,43 @@ def test_limits_of_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert node.cgroup_limit() == 2**29
     (tmp_path / "own").write_text("0::/../../elsewhere\n")  # outside of what a container sees
     assert node.cgroup_limit() == 8 * 2**30
+
+
+def test_what_slurm_was_asked_for(exam: Exam, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")
+    assert node.memory_asked() is None
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "100")
+    assert node.memory_asked() == 400 * 2**20
+    assert has(node.memory(exam()), WARN, "0.4 GiB a process", "--mem-per-cpu")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # all of the node's
+    assert node.memory_asked() is None
+
+
+def test_a_control_group_below_what_was_asked_for(exam: Exam, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a real one, of version 1 or 2."""
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "8192")
+    for root, limit in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
+        group = root / f"accel-train-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(3 * 2**30))
+        except OSError:
+            continue
+        sleeper = subprocess.Popen(["sleep", "100"])
+        try:
+            (group / "cgroup.procs").write_text(str(sleeper.pid))
+            monkeypatch.setattr(node, "OWN_CGROUP", Path(f"/proc/{sleeper.pid}/cgroup"))
+            found = node.memory(exam())
+        finally:
+            sleeper.kill()
+            sleeper.wait()
+            group.rmdir()
+        assert has(found, WARN, "the control group allows 3.0 GiB a node") and found.expected == "8.0 GiB (--mem)"
+        return
+    pytest.skip("no control group can be made here")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +165,17 @@ def test_the_bus_is_judged_by_its_links() -> None:
     assert node.bus_bandwidth(2**30, 0.004, 8) == pytest.approx(2**30 * 1.75 / 0.004)
 
 
+def test_a_proxy_that_does_not_answer(exam: Exam, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in job.PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    assert job.variables(exam()).status == PASS
+    port = helpers.free_port()
+    monkeypatch.setenv("https_proxy", f"http://user:secret@127.0.0.1:{port}/")
+    found = job.variables(exam())
+    assert has(found, WARN, f"https_proxy is 127.0.0.1:{port}, which does not answer", "Unset https_proxy")
+    assert "secret" not in str(found)
+
+
 def test_the_rest_of_the_jobs_time(exam: Exam, monkeypatch: pytest.MonkeyPatch) -> None:
     in_an_hour, examined = int(time.time()) + 3600, exam()
     monkeypatch.setenv("ACCEL_TRAIN_JOB_TIMES", f"{in_an_hour - 60} {in_an_hour}")  # of pbs/train.pbs
@@ -135,6 +190,15 @@ def test_the_rest_of_the_jobs_time(exam: Exam, monkeypatch: pytest.MonkeyPatch) 
     assert job.end_of_job() == 200
 
 
+def test_a_finished_run(exam: Exam, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert main(["train", "digits", "--epochs", "1", "--output-dir", str(run)]) == 0
+    options = ("--output-dir", str(run), "--epochs")
+    assert has(job.time_left(exam(*options, "1")), WARN, "holds a finished run", "--allow-change epochs")
+    assert job.time_left(exam(*options, "2", "--allow-change", "epochs")).status == NA
+    assert has(job.time_left(exam(*options, "1", "--optim.lr", "7")), FAIL, "optim.lr", "--output-dir")
+
+
 @pytest.mark.parametrize(
     ("option", "save", "status", "words"),
     [
@@ -144,10 +208,11 @@ def test_the_rest_of_the_jobs_time(exam: Exam, monkeypatch: pytest.MonkeyPatch) 
         ("SIGUSR1@60", 29.0, PASS, "USR1@60"),
         ("10", 31.0, FAIL, "a save takes 31 s"),
         ("R:USR1@600", 31.0, PASS, "USR1@600"),
-        ("TERM@600", 31.0, FAIL, "does not ask for a requeue"),
+        ("HUP@120", 1.0, WARN, "saves, but the job is not requeued"),
+        ("TERM@600", 31.0, WARN, "saves, but the job is not requeued"),
         ("B:USR1@600", 1.0, FAIL, "only the batch script"),
         ("RB:USR1@600", 1.0, FAIL, "only the batch script"),
-        ("USR2@600", 1.0, FAIL, "does not ask for a requeue"),
+        ("USR2@600", 1.0, FAIL, "does not listen"),
     ],
 )
 @pytest.mark.usefixtures("exam")
@@ -173,7 +238,7 @@ def test_the_job_scripts_pass_on_a_signal_that_only_they_get(monkeypatch: pytest
 
 @pytest.mark.usefixtures("exam")
 def test_the_signal_of_the_command_line_counts_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the script: as sbatch has it."""
+    """Then SBATCH_SIGNAL, then the script: as sbatch has it."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     script = "echo '#!/bin/bash'; echo '#SBATCH --signal=USR1@90  # seconds'"
@@ -181,8 +246,13 @@ def test_the_signal_of_the_command_line_counts_first(tmp_path: Path, monkeypatch
     assert job.signal_option() == "USR1@90"
     program(tmp_path, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     assert job.signal_option() == "USR1@90"
+    monkeypatch.setenv("SBATCH_SIGNAL", "USR1@30")
+    assert job.signal_option() == "USR1@30"
     line = "sbatch --nodes=2 --signal=B:USR1@60 slurm/train.sbatch r --signal=X@1"
     program(tmp_path, "sacct", f"echo '{line}'")
+    assert job.signal_option() == "B:USR1@60"
+    program(tmp_path, "sacct", "exit 1")
+    program(tmp_path, "scontrol", f"echo JobId=7 Requeue=1 SubmitLine='{line}'")  # since Slurm 24.05
     assert job.signal_option() == "B:USR1@60"
 
 
@@ -194,13 +264,13 @@ def test_a_job_that_may_not_be_requeued_or_saves_too_late(
     examined.measured["save_seconds"] = 2.0
     assert job.signal_of_job(examined).status == NA
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    program(tmp_path, "sacct", "echo sbatch --signal=USR1@120 train.sbatch")
+    monkeypatch.setenv("SBATCH_SIGNAL", "USR1@120")
     program(tmp_path, "scontrol", "echo JobId=7 Requeue=1")
     assert job.signal_of_job(examined).status == PASS
     with monkeypatch.context() as deadly:
         deadly.setattr(job, "_signal_path", lambda _: Finding(FAIL, "SIGUSR1 ends the launcher"))
         assert has(job.signal_of_job(examined), FAIL, "ends the launcher")
-        deadly.setattr(job, "signal_option", lambda: "")
+        deadly.delenv("SBATCH_SIGNAL")
         assert has(job.signal_of_job(examined), WARN, "no --signal")  # nor would the launcher get one
     program(tmp_path, "scontrol", "echo JobId=7 Requeue=0")
     assert has(job.signal_of_job(examined), WARN, "may not be requeued", "--requeue")
@@ -239,17 +309,26 @@ def test_a_disk_without_room(exam: Exam, tmp_path: Path) -> None:
         assert list(disk.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["HOME", "TMPDIR"])
+def test_a_quota_of_files(exam: Exam, tmp_path: Path) -> None:
+    with helpers.small_disk(tmp_path / "disk", "64m,nr_inodes=20") as disk:
+        assert has(storage._room(exam(folder=disk), 10**6), FAIL, "inodes free", "Delete files")
+
+
+@pytest.mark.parametrize("name", ["HOME", "TMPDIR", "HF_HOME"])
 def test_a_folder_for_scratch_that_is_full_or_absent(
     name: str, exam: Exam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TMPDIR", raising=False)
+    for other in ("HOME", "TMPDIR", *storage.CACHES):
+        monkeypatch.delenv(other, raising=False)
     assert storage.room(exam()).status in (PASS, NA)
     with helpers.small_disk(tmp_path / "disk", "2m") as disk:
         monkeypatch.setenv(name, str(disk))
         assert has(storage._scratch(), WARN, f"{name} is {disk}: No space left on device", f"export {name}=")
     monkeypatch.setenv(name, str(tmp_path / "none"))
-    assert has(storage.room(exam()), WARN, "No such file or directory")
+    if name == "HF_HOME":  # it is made when it is needed
+        assert storage._scratch().status == PASS
+    else:
+        assert has(storage.room(exam()), WARN, "No such file or directory")
 
 
 def test_a_disk_that_refuses_the_room_it_shows(exam: Exam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
