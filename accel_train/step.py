@@ -34,7 +34,7 @@ from accel_train.optim.bitwise import seed_pass
 from accel_train.optim.optimizer import clip_gradients, parameters_to_clip
 
 if TYPE_CHECKING:
-    from accel_train.optim.ema import Ema
+    from timm.utils import ModelEmaV3
 
 
 class Step:
@@ -52,7 +52,7 @@ class Step:
         bare_model: nn.Module,
         optimizer: Any,
         *,
-        ema: Ema | None,
+        ema: ModelEmaV3 | None,
         verdict: Verdict,
         virtual_batches: VirtualBatches,
         dropout: DropoutKeys | None,
