@@ -172,24 +172,21 @@ def _images(run: RunRecords, data: str) -> str:
 
 
 def _metrics(run: RunRecords, weights: Path) -> list[str]:
-    """Those of the last `accel-train evaluate` of these weights, else those of the run's end."""
+    """Those of the last `accel-train evaluate` of these weights, else those of the training's last evaluation."""
     splits = ("test", "val")
-    split, record = next(((s, r) for s in splits if (r := _evaluation(run, s, weights))), ("test", None))
-    if record is None and weights.parent == run.path:  # not of a checkpoint
-        prefix = "ema_test_" if weights.stem == "ema" else "test_"
-        record = {key.removeprefix(prefix): value for key, value in run.result.items() if key.startswith(prefix)}
-        record["count"] = run.result.get("test_images")
+    split, record = next(((s, r) for s in splits if (r := _evaluation(run, s, weights))), ("", {}))
+    if not record and weights.parent == run.path:  # not of a checkpoint
+        split, record = run.newest_evaluation(weights.stem)
     lines = [
         f"- {metric.name.replace('_', ' ')}: {metric.show(record[metric.name])}"
         for metric in run.metrics
-        if record and len(run.info.classes) >= metric.fewest_classes and record.get(metric.name) is not None
+        if len(run.info.classes) >= metric.fewest_classes and record.get(metric.name) is not None
     ]
-    if record is None or not lines:
+    if not lines:
         return ["The model has not been evaluated."]
     if (interval := interval_of(record)) is not None:
         lines.append(f"- 95% interval of the accuracy (Wilson): {interval[0]:.1%} to {interval[1]:.1%}")
-    count = f", {record['count']} images" if record["count"] else ""
-    return [f"On the {split} split{count}:", "", *lines]
+    return [f"On the {split} split, {record['count']:,} images:", "", *lines]
 
 
 def _evaluation(run: RunRecords, split: str, weights: Path) -> dict[str, Any] | None:

@@ -150,8 +150,7 @@ def save(figure: Any, path: Path) -> None:
 def charts_of_run(run: RunRecords) -> list[Chart]:
     """Loss, the main metric, those of --metrics, learning rate, speed and waiting for data over the epochs."""
     chosen = [metric for metric in run.metrics if metric.chosen]
-    best = best_of(run)
-    marks: dict[str, Any] = {"events": run.events, "best": None if best is None else best.epoch}
+    marks: dict[str, Any] = {"events": run.events, "best": best_epoch(run)}
     return [
         *_charts_of_loss(run, marks),
         Chart(metric_title(run.main_metric), _over_epochs(run, run.main_metric), percent=True, **marks),
@@ -202,21 +201,10 @@ def _over_updates(run: RunRecords, name: str) -> Line:
     return Line(name, [row["update"] / run.updates_per_epoch for row in rows], [row[name] for row in rows])
 
 
-@dataclass(frozen=True)
-class Best:
-    """The best evaluation of the validation split."""
-
-    epoch: int
-    metric: str
-    shown: str
-    """The value of the metric, as text."""
-    shown_last: str
-    """That of the last evaluation."""
-
-
-def best_of(run: RunRecords) -> Best | None:
-    """The best evaluation of the validation split, as the trainer decides: the first of equal ones, and only with a
-    finite loss. None without a validation split, or if it is not known whether the metric should be low or high."""
+def best_epoch(run: RunRecords) -> float | None:
+    """The epoch of the best evaluation of the validation split, as the trainer decides: the first of equal ones, and
+    only with a finite loss. None without a validation split, or if it is not known whether the metric should be low or
+    high."""
     split, rows = run.held_out
     metric = best_metric(run.config, multi_label=run.info.multi_label)
     known = {metric.name: metric for metric in run.metrics}
@@ -228,7 +216,5 @@ def best_of(run: RunRecords) -> Best | None:
     if not usable:
         return None
     choose = min if metric in LOWER_IS_BETTER else max
-    best = choose(usable, key=lambda row: float(row[metric]))  # the first one of equal ones
-    last = rows[-1].get(metric)
-    show = known[metric].show
-    return Best(best["epoch"], metric, show(best[metric]), "NaN" if last is None else show(last))
+    best: float = choose(usable, key=lambda row: float(row[metric]))["epoch"]  # the first one of equal ones
+    return best

@@ -82,6 +82,14 @@ class RunRecords:
                 return split, [*{row["epoch"]: row for row in rows}.values()]
         return "", []
 
+    def newest_evaluation(self, weights: str) -> tuple[str, Row]:
+        """ "test", or else "val", and the newest eval line of this split and of "model" or "ema"; "" and {} if there is
+        none."""
+        for split in ("test", "val"):
+            if rows := self.evaluations(split, weights):
+                return split, rows[-1]
+        return "", {}
+
     @cached_property
     def updates_per_epoch(self) -> float:
         """Updates of an epoch, from the first epoch that is complete; else from the status."""

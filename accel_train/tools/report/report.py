@@ -115,7 +115,7 @@ def _evaluated(
     except UserError as error:
         if checkpoint is not None:
             raise
-        notes.append(f"There are no figures of a model: {error}")
+        notes.append(f"There are no metrics of a model: {error}")
         return {}, None
     splits = ["test", "val"] if run.evaluations("test", "model") or not run.evaluations("val", "model") else ["val"]
     found = _kept(run.path, digest, splits, notes)

@@ -28,7 +28,7 @@ PROBE = """(() => {
     for (const element of document.body.querySelectorAll("*"))
         if (!inside(element) && element.getBoundingClientRect().right > root.clientWidth + 1)
             wide.push(element.tagName + "." + element.className);
-    for (const box of document.querySelectorAll("figure, .words, .note, .chart"))
+    for (const box of document.querySelectorAll("figure, .lead, .note, .chart"))
         if (box.scrollWidth > box.clientWidth + 1) wide.push("in " + box.className);
     for (const text of document.querySelectorAll("svg text")) {
         const outer = text.closest("svg").getBoundingClientRect(), inner = text.getBoundingClientRect();

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from accel_train import cli
 from accel_train.config.schema import Config, Loss
 from accel_train.ownership.owner import Owner, publish_owner, write_private
 from accel_train.tools.evaluate_run import accuracy_interval
-from accel_train.tools.report.page import page_of_run, words_of
+from accel_train.tools.report.curves import best_epoch
+from accel_train.tools.report.page import headline, page_of_run
 from accel_train.tools.report.records import read_run, state_of
 
 FALLING = [2.0, 1.5, 1.1, 0.8, 0.6, 0.45, 0.35]
@@ -33,6 +35,30 @@ def test_the_best_epoch_is_marked_in_the_curves() -> None:
     marked = page_of_run(made_up_run(train=FALLING, val=TURNING), {}, [], [])
     assert marked.count("best epoch: 3") == 2  # of the loss and of the accuracy
     assert "best epoch:" not in page_of_run(made_up_run(train=FALLING, test=TURNING), {}, [], [])
+
+
+def test_the_main_metric_comes_first_and_with_its_interval() -> None:
+    run, evaluation = made_up_run(train=FALLING, val=TURNING, ema=FALLING), evaluation_by_counts([[10, 0], [0, 0]])
+    assert headline(run, evaluation) == "Accuracy of the model on 10 test images: 100.0% (95% interval: 72.2 … 100.0%)"
+    both = evaluation | {"ema": evaluation_by_counts([[3, 1], [1, 3]])["model"]}
+    assert headline(run, both).startswith("Accuracy of the EMA on 8 test images: 75.0% (")
+    assert headline(run, {}).startswith("Accuracy of the EMA on 100 validation images, after epoch 7: 96.5% (")
+    broken = {"split": "test", "model": {"accuracy": None, "loss": None, "count": 10, "weights": "w"}}
+    assert headline(run, broken) == "Accuracy of the model on 10 test images: NaN"
+    assert headline(made_up_run(), {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("val", "config", "best"),
+    [
+        (TURNING, Config(best_metric="loss"), 3),
+        (FALLING, Config(), 7),
+        ([1.0, None, 0.9, None], Config(), 3),
+        (TURNING, Config(metrics=("mine.py:odd",), best_metric="odd"), None),
+    ],
+)
+def test_the_best_epoch_is_that_of_the_trainer(val: Sequence[float | None], config: Config, best: int | None) -> None:
+    assert best_epoch(made_up_run(train=[1.0] * len(val), val=val, config=config)) == best
 
 
 def test_a_class_has_its_images_of_each_split_and_an_interval() -> None:
@@ -52,7 +78,7 @@ def test_names_with_markup_and_several_labels() -> None:
     assert "<script>alert" not in page and "<b>note" not in page
     several = made_up_run(names, multi_label=True, train=FALLING, val=TURNING, ema=FALLING)
     page = page_of_run(several, multi_label_evaluation(names, 40, 0.5), [], [])
-    assert "mean average precision of 80.0% on 40 test images" in text_of(page)
+    assert "Mean average precision of the model on 40 test images: 80.0% finished" in text_of(page)
     assert "average precision" in page
 
 
@@ -81,6 +107,5 @@ def test_a_killed_run_does_not_train(tmp_path: Path) -> None:
     (run / "status.json").write_text(json.dumps(status))
     killed = read_run(run)
     assert state_of(killed).startswith("stale at epoch 1")
-    assert "The run died or was killed in epoch 1 of" in " ".join(each.text for each in words_of(killed, {}))
     publish_owner(write_private(run, Owner.of_this_process()), run / "owner.json")
     assert state_of(read_run(run)).startswith("training at epoch 1")

@@ -58,7 +58,7 @@ def test_all_figures_are_those_of_scikit_learn_from_the_predictions(run: Path, p
     predicted = found.logits.argmax(1)
     macro = figures_of_classes(found.labels, predicted, average="macro", zero_division=0)
     weighted = figures_of_classes(found.labels, predicted, average="weighted", zero_division=0)
-    shown = {row[0]: row[-1] for row in rows(section(page, "figures"))}  # the last column is the EMA's
+    shown = {row[0]: row[-1] for row in rows(section(page, "metrics"))}  # the last column is the EMA's
     assert shown["accuracy"] == f"{accuracy_score(found.labels, predicted):.2%}"
     assert shown["loss"] == f"{log_loss(found.labels, softmax(found.logits)):.4f}"
     assert shown["balanced accuracy"] == f"{balanced_accuracy_score(found.labels, predicted):.2%}"
@@ -168,7 +168,7 @@ def test_it_evaluates_once_and_again_when_the_weights_are_others(run: Path, page
     shutil.copy(copy / "model.safetensors", copy / "ema.safetensors")
     assert cli.main(["report", str(copy), "--output", str(tmp_path / "again.html")]) == 0
     assert (copy / "predictions-test.npz").stat().st_mtime_ns != kept
-    again = {row[0]: row[1:] for row in rows(section((tmp_path / "again.html").read_text(), "figures"))}
+    again = {row[0]: row[1:] for row in rows(section((tmp_path / "again.html").read_text(), "metrics"))}
     assert again["accuracy"][0] == again["accuracy"][1]  # now they are the same weights
 
 
@@ -178,7 +178,7 @@ def test_huge_weights_that_are_not_are_refused_at_once(run: Path, tmp_path: Path
         os.truncate(path, 100 << 30)  # sparse; to hash it takes minutes
     assert cli.main(["report", str(copy), "--output", str(tmp_path / "report.html")]) == 0
     assert time.monotonic() - began < 20
-    assert "There are no figures of a model: The weights in" in unescape((tmp_path / "report.html").read_text())
+    assert "There are no metrics of a model: The weights in" in unescape((tmp_path / "report.html").read_text())
 
 
 @pytest.mark.parametrize("name", ["a$b^{$", "_hidden", "\x1b[2J\u202ea\nb", "\udcff", "\u6f22\u5b57 \U0001f469"])
