@@ -173,8 +173,6 @@ class _Pass:
     """For each place, such as "head.drop (Dropout)": the operator that drew there from a global generator."""
     reads: bool = False
     """Whether a value of a tensor, or a shape that follows from values, may have decided in Python what is computed."""
-    totals: list[tuple[str, int, Tensor]] = field(default_factory=list)
-    """Of each module's output, in order: the place, the number of elements, the sum of their magnitudes."""
     rows: list[list[int]] = field(default_factory=list)
     """Of each BatchNorm: how many rows of values each of its calls had."""
     unlike: str = ""
@@ -365,8 +363,6 @@ def _watched(
     keys: DropoutKeys,
     batch_norms: Sequence[nn.Module],
     device: torch.device,
-    *,
-    totals: bool = False,
 ) -> Iterator[None]:
     """Inside, write to `seen` what a forward pass and its backward pass do."""
     places, others = ["the model"], other_states()
@@ -380,7 +376,7 @@ def _watched(
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         if len(places) > 1:
             places.pop()
-        recomputed, place = backward_pass() is not None, names.get(module, "the model")
+        recomputed = backward_pass() is not None
         if getattr(module, "keys", None) is keys:
             tensors = (*float_tensors(inputs), *float_tensors(output))
             sums = [values.detach().abs().sum() for values in tensors]
@@ -392,8 +388,6 @@ def _watched(
             return
         if module in rows:
             rows[module].append(len(output))
-        if totals:
-            seen.totals += [(place, values.numel(), values.detach().abs().sum()) for values in float_tensors(output)]
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -447,46 +441,27 @@ def _evaluate(model: nn.Module, images: Tensor, count: int, batch_norms: Sequenc
         module.running_mean = images.new_zeros(module.num_features)
         module.running_var = images.new_ones(module.num_features)
     model.eval()
-    passes, losses = [], []
+    draws, losses = dict[str, str](), []
     for part in (slice(None), slice(count), slice(count, None)):
         seed_generators(0)
         seen = _Pass(len(images[part]))
-        with _watched(model, seen, names, _NO_KEYS, [], images.device, totals=True), torch.no_grad():
+        with _watched(model, seen, names, _NO_KEYS, [], images.device), torch.no_grad():
             losses.append(_losses(model(images[part]), seen.samples))
-        passes.append(seen)
-    whole, *halves = passes
+        draws |= seen.draws
     why = "So the results of an evaluation depend on the number of processes. Choose another model or normalisation."
-    if whole.draws:
-        operators = [f"{operator} in {place}" for place, operator in whole.draws.items()]
+    if draws:
+        operators = [f"{operator} in {place}" for place, operator in draws.items()]
         found.append(f"model: draws random numbers in evaluation, too: {first_of(operators)}. {why}")
         return tuple(found)
     tolerance = TOLERANCE if images.dtype == torch.float64 else 1e-3
     parts = torch.cat(losses[1:])
     same = (losses[0] - parts).abs() <= tolerance * parts.abs() + 1e-12 * parts.abs().max()
     if not bool(same.all() | ~(losses[0] + parts).isfinite().all()):
-        totals = zip(whole.totals, *(half.totals for half in halves), strict=False)
-        coupled = next((total[0] for total, *halves_ in totals if not _adds_up(total, halves_, tolerance)), "the model")
-        found.append(
-            f"model: in evaluation the output of {coupled} for a sample depends on the others of its batch. {why}"
-        )
+        found.append(f"model: in evaluation the output for a sample depends on the others of its batch. {why}")
     return tuple(found)
 
 
 _NO_KEYS = DropoutKeys(0, [])
-
-
-def _adds_up(total: tuple[str, int, Tensor], parts: Sequence[tuple[str, int, Tensor]], tolerance: float) -> bool:
-    """Whether the output of a batch has the sum of magnitudes of its halves' outputs."""
-    place, count, value = total
-    if any(part[0] != place for part in parts):
-        return False  # another module was called
-
-    def close(other: Tensor) -> bool:
-        return bool(((value - other).abs() <= tolerance * value.abs()) | ~value.isfinite())
-
-    if count == sum(part[1] for part in parts):
-        return close(sum((part[2] for part in parts), torch.zeros_like(value)))
-    return count != parts[0][1] or close(parts[0][2])  # the same for any batch, such as a table of positions
 
 
 def _is_of_samples(passes: Sequence[_Pass], number: int) -> bool:
