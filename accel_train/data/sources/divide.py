@@ -7,13 +7,11 @@ generator makes the choice.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -33,9 +31,8 @@ from accel_train.data.sources.splits import (
     present_classes,
     sample_keys,
     subset,
-    unwrap_subset,
 )
-from accel_train.errors import UserError, first_of, nearest
+from accel_train.errors import UserError, first_of, nearest, one_line
 from accel_train.files import atomic_write
 from accel_train.untrusted import read_regular_file
 from accel_train.user_code.reference import parse_reference, short_name
@@ -79,13 +76,7 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
     Because of this order, an unreadable image does not move another image into a different split.
     """
     _check(splits, data)
-    listed: UnreadableList | None = None
-    if data.skip_unreadable is not None:
-        listed = list_for(data)
-        if not (listed.name or listed.paths):
-            note = f"--data.skip-unreadable: {data.skip_unreadable} is empty, and does not say of which data it is"
-            splits = replace(splits, notes=(*splits.notes, note))
-    unreadable = _unreadable(splits, data, listed)
+    listed = _listed(splits, data)
     if data.only_classes:
         splits = _choose_classes(splits, data)
         _check(splits, data)
@@ -96,7 +87,7 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
         if limit is not None and limit < len(source):
             keys = sample_keys(source, names_root(data))
             splits = _choose(splits, split, stratified_choice(keys, source.labels.numpy(), limit, f"{seed} limit"))
-    return _skip(splits, unreadable) if unreadable else splits
+    return _skip(splits, data, listed) if listed else splits
 
 
 def _choose_classes(splits: Splits, data: Data) -> Splits:
@@ -188,34 +179,34 @@ def _tell_empty_classes(splits: Splits) -> Splits:
     return replace(splits, notes=(*splits.notes, note))
 
 
-def _unreadable(splits: Splits, data: Data, listed: UnreadableList | None) -> dict[int, npt.NDArray[np.bool_]]:
-    """Python id of each source below a Subset -> bool [n], its samples to skip."""
-    marked: dict[int, npt.NDArray[np.bool_]] = {}
-    listed_here = 0
-    for source in splits.sources.values():
-        held, ids = unwrap_subset(source)
-        marks = marked.setdefault(id(held), np.zeros(len(held), dtype=np.bool_))
-        if listed is not None and listed.paths:
-            chosen = np.fromiter(
-                (key in listed.paths for key in sample_keys(source, names_root(data))), np.bool_, len(source)
-            )
-            marks[slice(None) if ids is None else ids.numpy()] |= chosen
-            listed_here += int(chosen.sum())
-    if listed is not None and listed.paths and not listed_here and not listed.name:
-        # Some may have been deleted since; but if none is there, the list is of another folder or dataset.
+def _listed(splits: Splits, data: Data) -> set[str]:
+    """The names of the images to skip. Raises UserError if their list cannot be read, or is of other data."""
+    path = data.skip_unreadable
+    if path is None:
+        return set()
+    try:
+        listed = read_list(path)
+    except OSError as error:
+        reason = error.strerror or error
         raise UserError(
-            f"--data.skip-unreadable: none of the {len(listed.paths)} images that {data.skip_unreadable} lists, "
-            f"such as '{min(listed.paths)}', is in {data.root}; `{check_command(data)}` writes the list for this data."
+            f"--data.skip-unreadable: {path} cannot be read ({reason}); `{check_command(data)}` writes the list."
+        ) from error
+    keys = (key for source in splits.sources.values() for key in sample_keys(source, names_root(data)))
+    if listed and listed.isdisjoint(keys):
+        raise UserError(
+            f"--data.skip-unreadable: none of the {len(listed)} images that {path} lists, such as '{min(listed)}', is "
+            f"in {data.root}. `{check_command(data)}` writes the list for this data; without such images remove the "
+            "option."
         )
-    return marked if any(marks.any() for marks in marked.values()) else {}
+    return listed
 
 
-def _skip(splits: Splits, unreadable: dict[int, npt.NDArray[np.bool_]]) -> Splits:
-    """Mark unreadable training images, and remove those of the other splits."""
+def _skip(splits: Splits, data: Data, listed: set[str]) -> Splits:
+    """Mark the `listed` training images as unreadable, and remove those of the other splits."""
     left_out = 0
     for split, source in splits.sources.items():
-        held, ids = unwrap_subset(source)
-        skipped = unreadable[id(held)] if ids is None else unreadable[id(held)][ids.numpy()]
+        keys = sample_keys(source, names_root(data))
+        skipped = np.fromiter((key in listed for key in keys), np.bool_, len(source))
         left_out += int(skipped.sum())
         if not skipped.any():
             continue
@@ -260,24 +251,12 @@ def _split_off(splits: Splits, data: Data, seed: int) -> Splits:
 
 # The list of a data set's unreadable images: `accel-train check-data` writes it, --data.skip-unreadable reads it.
 #
-# Its first line says of which data set it is, so that no other data set overwrites it or takes it for its own. The
-# other lines are paths relative to `names_root`; one with a line break is written as in JSON. A list without that line
-# was written by hand.
+# A line is a path relative to `names_root`. check-data's first line says of which data it is, so that it overwrites no
+# other file; a list that was written by hand does not need it.
 
 OF_ONE_PLACE = ("folder", "csv", "tar", "wds")
 """Names of data that `data.root` alone says."""
 HEAD = "# accel-train check-data: "
-
-
-@dataclass(frozen=True)
-class UnreadableList:
-    """The content of a list."""
-
-    paths: set[str]
-    name: str = ""
-    """--data.name of its data; "": the list does not say it."""
-    root: str = ""
-    """--data.root, a real path."""
 
 
 def default_list(data: Data) -> Path:
@@ -295,73 +274,42 @@ def real(root: Path) -> str:
     return str(root) if is_url(root) else os.path.realpath(root)
 
 
-def read_list(path: Path) -> UnreadableList:
-    """Raises OSError."""
-    text = read_regular_file(path, follow=True).decode("utf-8", "surrogateescape")
-    first, *lines = (line.rstrip("\r") for line in text.split("\n"))
-    if not first.startswith(HEAD):
-        return UnreadableList({*map(_name, (first, *lines))} - {""})
-    try:
-        about = json.loads(first.removeprefix(HEAD))
-        name, root = str(about["name"]), str(about["root"])
-    except (ValueError, KeyError, TypeError, RecursionError):  # edited by hand: then it does not say it
-        name = root = ""
-    return UnreadableList({*map(_name, lines)} - {""}, name, root)
-
-
-def list_for(data: Data) -> UnreadableList:
-    """The list of --data.skip-unreadable. Raises UserError if it cannot be read, or is the list of other data; a folder
-    and the tables in it are one."""
-    assert data.skip_unreadable is not None
-    try:
-        listed = read_list(data.skip_unreadable)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(
-            f"--data.skip-unreadable: {data.skip_unreadable} cannot be read ({reason}); "
-            f"`{check_command(data)}` writes the list."
-        ) from error
-    if listed.name and _folder(Data(listed.name, Path(listed.root))) != _folder(data):
-        raise UserError(
-            f"--data.skip-unreadable: {data.skip_unreadable} is the list of {listed.name} {listed.root}, not of "
-            f"{data.name} {data.root}; `{check_command(data)}` writes the list for this data. If it is the same data "
-            "in another place, remove the list's first line."
-        )
-    return listed
+def read_list(path: Path) -> set[str]:
+    """The names in a list. Raises OSError."""
+    lines = [line.rstrip("\r") for line in _text(path).split("\n")]
+    if lines[0].startswith(HEAD):
+        del lines[0]
+    return {*lines} - {""}
 
 
 def check_own_list(path: Path, data: Data) -> None:
     """Raise UserError if the file `path` exists and is not the list of `data`, which may be overwritten."""
     try:
-        listed = read_list(path)
+        text = _text(path)
     except FileNotFoundError:
         return
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"the list {path} cannot be read ({reason}): give another --output.") from error
-    if (listed.name, listed.root) != (data.name, real(data.root)) and (listed.name or listed.paths):
-        of = f"is the list of {listed.name} {listed.root}" if listed.name else "does not say of which data it is"
-        raise UserError(f"{path} {of}, not of {data.name} {data.root}: give another --output, or delete it.")
+    if text and text.partition("\n")[0] != _head(data):
+        raise UserError(
+            f"{path} does not begin with '{_head(data)}', as the list of this data does: give another --output, or "
+            "delete it."
+        )
 
 
 def write_list(path: Path, data: Data, names: Iterable[str]) -> None:
-    """Write the `names` of unreadable images, relative to `names_root`. Raises OSError."""
-    lines = (HEAD + json.dumps({"name": data.name, "root": real(data.root)}), *sorted(map(_line, names)))
+    """Write the `names` of unreadable images, relative to `names_root`. Raises OSError.
+
+    A name with a line break is left out: its parts could be the names of other images. A training ends at it.
+    """
+    lines = (_head(data), *sorted(name for name in names if "\n" not in name))
     atomic_write(path, "".join(f"{line}\n" for line in lines))
 
 
-def _line(name: str) -> str:
-    """The line of a name: `_name` finds the name in it."""
-    return json.dumps(name) if name.startswith('"') or "\n" in name or name.endswith("\r") else name
+def _text(path: Path) -> str:
+    return read_regular_file(path, follow=True).decode("utf-8", "surrogateescape")
 
 
-def _name(line: str) -> str:
-    with contextlib.suppress(ValueError):  # written by hand, a name of a file that begins so
-        if line.startswith('"') and isinstance(name := json.loads(line), str):
-            return name
-    return line
-
-
-def _folder(data: Data) -> tuple[Path, str]:
-    """To what the paths are relative: a folder and its tables are one. Of a hub, many data sets are in one folder."""
-    return Path(real(names_root(data))), data.name if "/" in data.name else ""
+def _head(data: Data) -> str:
+    return one_line(f"{HEAD}{data.name} {real(data.root)}")

@@ -182,7 +182,6 @@ class TestSkipping:
         (tmp_path / "list").touch()
         divided = self.skip(tmp_path / "list")
         assert divided.left_out == 0 and len(divided.train) == 20
-        assert "is empty, and does not say of which data it is" in divided.notes[0]
 
     def test_no_list(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"No such file.*accel-train check-data folder --data.root 'my root'"):
