@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,21 +10,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.config.schema import Config
 from accel_train.data.loading import InputPipeline
-from accel_train.data.sources.splits import Splits
-from accel_train.records.metrics import (
-    Evaluation,
-    OwnMetrics,
-    SplitMetric,
-    average_precision_of_classes,
-    create_own_metrics,
-    f1_of_classes,
-    mean_metrics,
-    metrics_for,
-    same,
-    top5,
-)
+from accel_train.data.sources.splits import count_classes
+from accel_train.records.metrics import Evaluation, OwnMetrics
+from accel_train.task import SplitMetric, top5
 
 Batch = dict[str, Any]
 
@@ -46,11 +36,9 @@ def evaluate(
     if one of them fails, and RuntimeError unless each sample was evaluated exactly once.
     """
     model.eval()
-    multi_label, keep_logits = pipeline.multi_label, keep_logits or own is not None
-    means = mean_metrics(multi_label=multi_label)
-    # What the figures of a whole split need of each sample: its prediction, or the logits of all its labels.
-    outcome = same if multi_label else top5
-    needed = {outcome, *(metric.predict for metric in means)}
+    task, keep_logits = pipeline.task, keep_logits or own is not None
+    means = task.mean_metrics
+    needed = {metric.predict for metric in means}
     batches: list[tuple[Tensor, ...]] = []
     kept: list[Tensor] = []
     for batch in through(pipeline.batches):
@@ -63,10 +51,10 @@ def evaluate(
         # What several metrics need of the logits is computed once.
         predicted = {predict: predict(logits) for predict in needed}
         scores = [metric.score(predicted[metric.predict], labels) for metric in means]
-        of_all = logits if multi_label else predicted[outcome][:, 0]
+        predictions = logits if task.keeps_logits else predicted[top5][:, 0]
         # In the last batch of a loader that Accelerate prepared this also drops the padding.
-        batches.append(accelerator.gather_for_metrics((ids, labels, of_all, *scores)))
-        if keep_logits and not multi_label:  # with several labels they are in `of_all`
+        batches.append(accelerator.gather_for_metrics((ids, labels, predictions, *scores)))
+        if keep_logits and not task.keeps_logits:
             of_everyone = accelerator.gather_for_metrics(logits)
             if accelerator.is_main_process:
                 kept.append(of_everyone.cpu())
@@ -81,51 +69,32 @@ def evaluate(
             f"evaluation counted {len(ids)} results of {len(torch.unique(ids))} samples, but the split has "
             f"{pipeline.samples} samples"
         )
-    of_samples = {metric.name: score.double() for metric, score in zip(means, scores, strict=True)}
-    figures = {name: score.sum().item() / pipeline.samples for name, score in of_samples.items()}
-    table = metrics_for(multi_label=multi_label)
     all_logits = torch.cat(kept)[order] if kept else None
-    if multi_label and keep_logits and accelerator.is_main_process:
+    if task.keeps_logits and keep_logits and accelerator.is_main_process:
         all_logits = predictions
-    no_numbers = ~predictions.isfinite().all(1) if multi_label else of_samples["loss"].isnan()
+    of_samples = {metric.name: score.double() for metric, score in zip(means, scores, strict=True)}
+    # With several labels also an infinite logit is none, whatever the loss is. With one it may exclude a class.
+    no_numbers = of_samples["loss"].isnan() | ~predictions.isfinite().view(len(ids), -1).all(1)
     broken = int(no_numbers.sum())
     own_figures = {} if own is None else own.figures(all_logits, labels, broken=broken > 0)
+    names = [*(metric.name for metric in task.metrics), *own_figures]
+    classes, confusion = pipeline.transform.num_classes, None
+    of_classes: dict[str, list[float | None]]
     if broken:
         # The highest of such logits is their first: its accuracy could be the best of the run, and mean nothing.
-        names = [*(metric.name for metric in table), *own_figures]
-        return Evaluation.without_metrics(names, labels, pipeline.transform.num_classes, broken, all_logits)
-    figures |= {metric.name: metric.compute(predictions, labels) for metric in table if isinstance(metric, SplitMetric)}
-    figures = {metric.name: figures[metric.name] for metric in table} | own_figures
-    of_kind = _of_several_labels if multi_label else _of_one_label
-    return of_kind(figures, labels, predictions, pipeline.transform.num_classes, all_logits)
-
-
-def _of_one_label(
-    figures: dict[str, float], labels: Tensor, predictions: Tensor, classes: int, logits: Tensor | None
-) -> Evaluation:
-    """The result for images with one label each: `labels` and `predictions` int64 [n]."""
-    confusion = torch.bincount(labels * classes + predictions, minlength=classes * classes).view(classes, classes)
-    images, right = confusion.sum(1).tolist(), confusion.diagonal().tolist()
-    accuracy = [hits / count if count else None for hits, count in zip(right, images, strict=True)]
-    return Evaluation(figures, len(labels), {"accuracy": accuracy}, images, confusion.tolist(), labels, logits)
-
-
-def _of_several_labels(
-    figures: dict[str, float], labels: Tensor, predictions: Tensor, classes: int, logits: Tensor | None
-) -> Evaluation:
-    """The result for images with several labels: `labels` bool [n, classes], `predictions` the logits."""
-    of_classes = {
-        "average_precision": average_precision_of_classes(predictions, labels),
-        "f1": f1_of_classes(predictions, labels),
-    }
-    return Evaluation(figures, len(labels), of_classes, labels.sum(0).tolist(), labels=labels, logits=logits)
-
-
-def create_metrics(config: Config, accelerator: Accelerator, splits: Splits) -> OwnMetrics | None:
-    """The metrics of --metrics for training; None if there are none beside those of every evaluation. Collective.
-
-    Raises UserError if one cannot be used.
-    """
-    if not config.metrics:
-        return None
-    return create_own_metrics(config.metrics, accelerator, splits)
+        figures = dict.fromkeys(names, math.nan)
+        of_classes = {name: [None] * classes for name in task.class_metrics}
+    else:
+        figures = {name: score.sum().item() / pipeline.samples for name, score in of_samples.items()}
+        for metric in task.metrics:
+            if isinstance(metric, SplitMetric):
+                figures[metric.name] = metric.compute(predictions, labels)
+        figures = {name: (figures | own_figures)[name] for name in names}
+        # They end with the last class that occurs.
+        of_classes = {name: compute(predictions, labels) for name, compute in task.class_metrics.items()}
+        of_classes = {name: values + [None] * (classes - len(values)) for name, values in of_classes.items()}
+        if not task.keeps_logits:
+            counts = torch.bincount(labels * classes + predictions, minlength=classes * classes)
+            confusion = counts.view(classes, classes).tolist()
+    images = count_classes(labels, classes)
+    return Evaluation(figures, len(ids), of_classes, images, confusion, labels, all_logits, broken)

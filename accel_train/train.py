@@ -29,19 +29,20 @@ from contextlib import ExitStack
 from itertools import chain, islice
 
 from accel_train import models
-from accel_train.config.schema import Config, best_metric
+from accel_train.config.schema import Config
 from accel_train.data.loading import HeldOutCheck, start_workers_early
-from accel_train.evaluate import Batch, create_metrics
+from accel_train.evaluate import Batch
 from accel_train.launch.agreement import broadcast_from_main, fail_together, naming_a_loss
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import LESS_MEMORY, memory_advice
-from accel_train.records.metrics import LOWER_IS_BETTER
+from accel_train.records.metrics import create_own_metrics
 from accel_train.records.summary import plan_text
 from accel_train.run.ending import TrainingResult, complete, finish, interrupt
 from accel_train.run.observers import check_observers
 from accel_train.run.run import Run
 from accel_train.run.start import claim_directory, find_finished_run, find_start, load_data
 from accel_train.run.stopping import StopAskedError, StopRequests
+from accel_train.task import LOWER_IS_BETTER
 from accel_train.training_setup import Checks, TrainingSetup, connect, create_training_setup, import_libraries
 
 
@@ -81,7 +82,7 @@ def train(
 
             fail_together(accelerator, lambda: import_libraries(config))
             splits = load_data(config, accelerator, lambda: stop_requests.reason)
-            own_metrics = create_metrics(config, accelerator, splits)
+            own_metrics = create_own_metrics(config.metrics, accelerator, splits)
             # Tries to open the images of validation and test in the background, while the model is created.
             check = HeldOutCheck(splits, launch.rank, launch.world_size)
             with memory_advice(f"at the start, before the first update: {LESS_MEMORY}"):
@@ -193,7 +194,7 @@ def evaluate(setup: TrainingSetup, run: Run, *, is_last: bool, steps_schedule: b
     """Evaluate the validation split, or the test split without one; return whether the result is the best so far."""
     config, done = setup.config, run.state.epoch + 1
     if "val" in setup.evaluations:
-        metric = best_metric(config, multi_label=setup.splits.multi_label)
+        metric = config.best_metric or setup.splits.task.best_metric
         lower_is_better = LOWER_IS_BETTER if setup.own_metrics is None else setup.own_metrics.lower_is_better
         figure, lower = run.evaluate("val").deciding(metric), metric in lower_is_better
         if steps_schedule:

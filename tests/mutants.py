@@ -50,7 +50,7 @@ STOPPING, START, ENDING, NONFINITE = (f"run/{name}.py" for name in ("stopping", 
 RUN, WATCHDOG = "run/run.py", "run/watchdog.py"
 PLAN, SAMPLERS = "data/order/plan.py", "data/order/samplers.py"
 PARAMETERS, BATCH, IMAGE = (f"data/transforms/{name}.py" for name in ("parameters", "batch", "image"))
-METRICS, EVALUATE, RECORDS = "records/metrics.py", "evaluate.py", "records/directory.py"
+TASK, METRICS, EVALUATE, RECORDS = "task.py", "records/metrics.py", "evaluate.py", "records/directory.py"
 VIRTUAL, KEYS = "models/batchnorm.py", "models/dropout.py"
 AGREEMENT, ACCELERATOR = "launch/agreement.py", "launch/accelerator.py"
 OPTIONS = "config/options.py"
@@ -250,14 +250,14 @@ MUTANTS = [
     Mutant(IMAGE, "ratios = torch.exp(low + draws[3::2] * (high - low))", "ratios = ratio[0] + draws[3::2] * (ratio[1] - ratio[0])",
            "data/transforms/test_image.py", "RandomResizedCrop: the ratio is uniform in its logarithm"),
     # Figures
-    Mutant(METRICS, "    best[:, :1] = first\n", "",
-           "records/test_metrics.py", "of equal logits the first class is the predicted one"),
-    Mutant(METRICS, "    first = logits.argmax(1, keepdim=True)", "    first = best[:, :1]",
-           "records/test_metrics.py", "the tie of the highest class is broken as by argmax"),
-    Mutant(METRICS, "    predict = top5 if k == 5", "    predict = same if k == 5",
-           "records/test_metrics.py", "top-5 accuracy counts five classes"),
-    Mutant(METRICS, "return torch.stack([hits, true + chosen])", "return torch.stack([hits, true * 2])",
-           "records/test_metrics.py", "F1 counts wrong predictions"),
+    Mutant(TASK, "    best[:, :1] = first\n", "",
+           "test_task.py", "of equal logits the first class is the predicted one"),
+    Mutant(TASK, "    first = logits.argmax(1, keepdim=True)", "    first = best[:, :1]",
+           "test_task.py", "the tie of the highest class is broken as by argmax"),
+    Mutant(TASK, "    predict = top5 if k == 5", "    predict = same if k == 5",
+           "test_task.py", "top-5 accuracy counts five classes"),
+    Mutant(TASK, "return torch.stack([hits, true + chosen])", "return torch.stack([hits, true * 2])",
+           "test_task.py", "F1 counts wrong predictions"),
     Mutant(METRICS, "self.figures[metric] if math.isfinite(self.figures[\"loss\"]) else math.nan", "self.figures[metric]",
            "records/test_metrics.py", "an evaluation with an infinite loss is never the best"),
     Mutant("records/meter.py", "(scores & real)", "scores",

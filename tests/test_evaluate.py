@@ -17,6 +17,7 @@ from accel_train.config.schema import Config
 from accel_train.data.loading import evaluation_batch_size
 from accel_train.evaluate import evaluate
 from accel_train.records.metrics import Evaluation
+from accel_train.task import ONE_LABEL, SEVERAL_LABELS, Task
 
 LABELS = torch.tensor([0, 0, 1, 2, 2])
 LOGITS = torch.tensor([[0.0, 3.0, 1.0], [3.0, 1.0, 0.0], [0.0, 2.0, 1.0], [0.0, 1.0, 5.0], [4.0, 1.0, 3.0]])
@@ -43,7 +44,7 @@ def evaluated(logits: Tensor, *batches: list[int], model: nn.Module | None = Non
         batches=[{"ids": ids.abs(), "weights": (ids >= 0).float()} for ids in numbers],
         transform=transform,
         samples=len(LABELS),
-        multi_label=False,
+        task=ONE_LABEL,
     )
     return evaluate(Accelerator(cpu=True), model or Net(), pipeline, **options)  # type: ignore[arg-type]
 
@@ -99,11 +100,11 @@ class Overwriting(nn.Module):
         return self.output.copy_(inputs)
 
 
-@pytest.mark.parametrize("multi_label", [False, True])
-def test_the_next_call_overwrites_no_result(multi_label: bool) -> None:
+@pytest.mark.parametrize("task", [ONE_LABEL, SEVERAL_LABELS])
+def test_the_next_call_overwrites_no_result(task: Task) -> None:
     logits = torch.randn(SAMPLES, CLASSES, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(SAMPLES) % CLASSES
-    rows = nn.functional.one_hot(labels, CLASSES).bool() if multi_label else labels
+    rows = nn.functional.one_hot(labels, CLASSES).bool() if task is SEVERAL_LABELS else labels
     batches = [
         {"inputs": logits[part], "labels": rows[part], "ids": part, "weights": torch.ones(BATCH)}
         for part in torch.arange(SAMPLES).split(BATCH)
@@ -115,7 +116,7 @@ def test_the_next_call_overwrites_no_result(multi_label: bool) -> None:
         def __call__(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
             return batch["inputs"], batch["labels"]
 
-    pipeline: Any = SimpleNamespace(batches=batches, samples=SAMPLES, multi_label=multi_label, transform=Transform())
+    pipeline: Any = SimpleNamespace(batches=batches, samples=SAMPLES, task=task, transform=Transform())
     found = evaluate(Accelerator(cpu=True), Overwriting(), pipeline, keep_logits=True)
     expected = evaluate(Accelerator(cpu=True), nn.Identity(), pipeline, keep_logits=True)
     assert found.logits is not None and torch.equal(found.logits, logits)

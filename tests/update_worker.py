@@ -20,6 +20,7 @@ from accel_train.launch.environment import prepare_environment
 from accel_train.records.events import Stream
 from accel_train.records.meter import Meter
 from accel_train.run.nonfinite import Guard
+from accel_train.task import ONE_LABEL
 from accel_train.train import grouped, update
 from accel_train.training_setup import connect, create_training_setup
 
@@ -41,7 +42,7 @@ def updates(options: list[str], accumulation: int, dtype: torch.dtype) -> list[d
     )
     losses: list[torch.Tensor] = []
     guard = Guard(config, accelerator, setup.model, Stream([]).emit)
-    run: Any = SimpleNamespace(state=TrainState(), guard=guard, meter=Meter(accelerator), schedule_offset=0)
+    run: Any = SimpleNamespace(state=TrainState(), guard=guard, meter=Meter(accelerator, ONE_LABEL), schedule_offset=0)
     run.meter.add = lambda logits, targets, weighted, weights: losses.append(weighted.double().sum())
     results: list[dict[str, torch.Tensor]] = []
     step = setup.optimizer.step

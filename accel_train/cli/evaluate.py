@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
@@ -83,7 +82,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     if predictions is not None and predictions not in failures:
         print_line(f"the logits of {result.last['weights']}: {predictions}")
     if figures not in failures:
-        print_line(f"all classes{'' if result.multi_label else ' and the confusion counts'}: {figures}")
+        print_line(f"all classes{' and the confusion counts' if 'confusion' in result.last else ''}: {figures}")
     return 1 if failures else 0
 
 
@@ -97,7 +96,7 @@ def print_figures(result: EvaluationResult) -> None:
     records = [result.figures[name] for name in ("model", "ema") if name in result.figures]
     rows = []
     classes = result.figures["classes"]
-    for key, title, values in metric_rows(records, classes, result.chosen, multi_label=result.multi_label):
+    for key, title, values in metric_rows(records, classes, result.task.evaluation_metrics(result.chosen)):
         rows.append([f"  {title}" if key == "accuracy_interval" else title, *values])
     print_line("")
     head = ["", *(record["weights"] for record in records)]
@@ -210,9 +209,9 @@ def predict(arguments: Sequence[str]) -> int:
     if output is not None:
         check_writable("--output", output)
     print_line(run.title, sys.stderr)
-    top_k = printed = options.top_k
-    if top_k is None and not run.info.multi_label:
-        top_k, printed = (1 if output is None else 5), 1
+    top_k = options.top_k
+    if top_k is None and run.info.task.top_k is not None:
+        top_k = 1 if output is None else run.info.task.top_k
     found_classes = run.classify(
         files,
         top_k,
@@ -223,7 +222,7 @@ def predict(arguments: Sequence[str]) -> int:
     unreadable: list[Path] = []
     predictions = _telling(_with_progress(found_classes, len(files), options.batch_size), unreadable)
     if output is None:
-        _print(list(predictions), printed)
+        _print(list(predictions))
     else:
         with writing("--output", output):
             _write(output, predictions)
@@ -253,10 +252,10 @@ def _telling(predictions: Iterable[Prediction], unreadable: list[Path]) -> Itera
         yield prediction
 
 
-def _print(predictions: Sequence[Prediction], top_k: int | None) -> None:
+def _print(predictions: Sequence[Prediction]) -> None:
     rows: list[tuple[str, ...]] = []
     for prediction in predictions:
-        best = islice(zip(prediction.classes, prediction.probabilities, strict=True), top_k)
+        best = zip(prediction.classes, prediction.probabilities, strict=True)
         shown = [(name, f"{value:.2%}") for name, value in best]
         nothing = "cannot be read" if prediction.error else "none"
         rows += [(str(prediction.image), *row) for row in shown or [(nothing, "")]]

@@ -103,7 +103,7 @@ POLICY = Bound(
 
 
 BEST_METRICS = ("accuracy", "loss", "f1", "map")
-"""Those of the metrics in records/metrics.py that --best-metric may name without --metrics. That file needs torch."""
+"""Those of the metrics of task.py that --best-metric may name without --metrics. That file needs torch."""
 TAKEN_NAMES = {
     *BEST_METRICS, *CHOSEN_METRICS, "micro_map", "micro_f1", "balanced_accuracy", "precision", "recall",
     "weighted_precision", "weighted_recall", "weighted_f1", "calibration_error", "accuracy_interval",

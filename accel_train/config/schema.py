@@ -497,11 +497,6 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(settings, sort_keys=False)
 
 
-def best_metric(config: Config, *, multi_label: bool) -> str:
-    """The name of the figure that decides about the best checkpoint, the plateau schedule and the patience."""
-    return config.best_metric or ("map" if multi_label else "accuracy")
-
-
 # --- what the declarations say -------------------------------------------------------------------------
 
 OptionTypes = Mapping[str, Any]  # key of each option -> type of its value

@@ -36,6 +36,7 @@ from accel_train.data.transforms.parameters import AugmentParameters, resize_def
 from accel_train.data.worker_processes import WORKERS, WorkerContext, WorkerInit, start_server
 from accel_train.errors import UserError
 from accel_train.launch.process import core_set, hostname, share_of_cores
+from accel_train.task import Task
 from accel_train.user_code.reference import short_name
 
 # What `_cores` has returned. A run has an accelerator of its own and up to three pipelines; its entry ends with it.
@@ -61,9 +62,8 @@ class InputPipeline:
     transform: BatchTransform
     samples: int  # of the split, over all processes
     placement: Placement
-    side: SideStream | None = None
-    multi_label: bool = False
-    """Whether labels are bool [b, classes] instead of int64 [b]."""
+    side: SideStream | None
+    task: Task
 
     @property
     def batches(self) -> Iterator[dict[str, Any]]:
@@ -224,7 +224,7 @@ def create_input_pipeline(
             draw_parameters=transform.draw_parameters,
         )
     placement = Placement(place, size_bytes, workers, prefetch)
-    return InputPipeline(loader, transform, len(source), placement, _side(device, place), splits.multi_label)
+    return InputPipeline(loader, transform, len(source), placement, _side(device, place), splits.task)
 
 
 def _side(device: torch.device, place: Place) -> SideStream | None:

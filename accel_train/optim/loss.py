@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from accel_train.config.schema import Loss
 from accel_train.errors import UserError
+from accel_train.task import SEVERAL_LABELS, Task, task_of
 from accel_train.user_code.reference import Reference, parse_reference
 
 LossOfSamples = Callable[[Tensor, Tensor, Loss, Tensor | None], Tensor]
@@ -81,26 +82,19 @@ def _users_loss(reference: Reference, smoothing: float) -> LossOfSamples:
     return losses
 
 
-def check_labels(loss: Loss, labels: Tensor) -> None:
-    """Raise UserError unless the loss can be computed for samples with `labels`: see `Source.labels`."""
-    if labels.ndim == 1:
-        return
-    for option, is_set, advice in (
-        (f"name {loss.name}", loss.name in {*LOSSES} - {*MULTI_LABEL_LOSSES}, "use --loss.name bce."),
-        (f"class-weights {loss.class_weights}", loss.class_weights != "none", "use none."),
-    ):
-        if is_set:
-            raise UserError(
-                f"--loss.{option}: expects one label for each image, but the images of this data may have several "
-                f"labels or none; {advice}"
-            )
+def check_task(loss: Loss, task: Task) -> None:
+    """Raise UserError unless the loss can be computed for the task's labels."""
+    if loss.name in {*LOSSES} - {SEVERAL_LABELS.loss}:
+        task.check_one_label(f"--loss.name {loss.name}", "use --loss.name bce.")
+    if loss.class_weights != "none":
+        task.check_one_label(f"--loss.class-weights {loss.class_weights}", "use none.")
 
 
 def create_checked_loss(
     loss: Loss, labels: Tensor, classes: int, device: torch.device, *, mixes: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The training loss for samples with `labels`, on `device`: see `create_loss`, `check_labels` and `check_loss`."""
-    check_labels(loss, labels)
+    """The training loss for samples with `labels`, on `device`: see `create_loss`, `check_task` and `check_loss`."""
+    check_task(loss, task_of(labels))
     if len(loss.bce_pos_weight) not in (0, 1, classes):
         raise UserError(
             f"--loss.bce-pos-weight: found {len(loss.bce_pos_weight)} numbers; expected one, or {classes}, one of each "
@@ -108,7 +102,7 @@ def create_checked_loss(
         )
     weights = balanced_class_weights(labels, classes).to(device) if loss.class_weights == "balanced" else None
     criterion = create_loss(loss, weights, device)
-    check_loss(loss, criterion, classes, device, mixes=mixes, multi_label=labels.ndim == 2)
+    check_loss(loss, criterion, classes, device, task_of(labels), mixes=mixes)
     return criterion
 
 
@@ -117,14 +111,14 @@ def check_loss(
     criterion: Callable[[Tensor, Tensor], Tensor],
     classes: int,
     device: torch.device,
+    task: Task,
     *,
     mixes: bool,
-    multi_label: bool = False,
 ) -> None:
     """Try a user's own loss with random logits of 4 samples. Raises UserError if it cannot be trained with.
 
-    `mixes`: whether targets are probabilities, too; `multi_label`: whether they are rows of 0 and 1. The loss of a
-    sample must not depend on the other samples: another number of processes would have other ones beside it.
+    `mixes`: whether targets are probabilities, too. The loss of a sample must not depend on the other samples: another
+    number of processes would have other ones beside it.
     """
     reference = parse_reference("loss.name", loss.name)
     if reference is None:
@@ -133,9 +127,8 @@ def check_loss(
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, classes, generator=generator).to(device).requires_grad_()
     labels = torch.arange(4, device=device) % classes
-    rows = F.one_hot(labels, classes).float()
-    mixed = rows * 0.7 + 0.3 / classes
-    targets = ([rows] if multi_label else [labels]) + [mixed] * mixes
+    mixed = F.one_hot(labels, classes) * 0.7 + 0.3 / classes
+    targets = [task.example_targets(4, classes).to(device), *[mixed] * mixes]
     for target in targets:
         losses = criterion(logits, target)
         if not losses.requires_grad:
@@ -169,8 +162,6 @@ def _binary_cross_entropy(logits: Tensor, target: Tensor, loss: Loss, pos_weight
 
 LOSSES: dict[str, LossOfSamples] = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy}
 """By --loss.name. config/declaration.py has the same names, to check the option before torch is imported."""
-MULTI_LABEL_LOSSES = ("binary_cross_entropy",)
-"""Those that can be computed for images with several labels or none."""
 
 
 def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:

@@ -21,6 +21,7 @@ from accel_train.records.events import (
 )
 from accel_train.records.meter import Pace
 from accel_train.records.metrics import headlines
+from accel_train.task import Metric
 
 
 class Console:
@@ -32,12 +33,11 @@ class Console:
         total_updates: int,
         updates_per_epoch: int,
         epochs: float,
+        metrics: Sequence[Metric],
         first_update: int = 0,
-        chosen: Sequence[str] = (),
     ) -> None:
-        """`first_update`: updates done by earlier starts of the run. `chosen`: the metrics of --metrics, which are
-        shown, too."""
-        self.chosen = chosen
+        """`first_update`: updates done by earlier starts of the run. `metrics`: of which the headlines are shown."""
+        self.metrics = metrics
         self.pace = Pace(total_updates, first_update)
         self.updates_per_epoch = updates_per_epoch
         self.epochs = epochs
@@ -77,7 +77,7 @@ class Console:
         `epoch` counts from 1.
         """
         shown = {
-            **headlines(figures, self.chosen),
+            **headlines(figures, self.metrics),
             "images/s": f"{figures['images_per_second']:.0f}",
             "lr": f"{figures['lr']:.4g}",
             "data wait": f"{figures['data_wait_fraction']:.0%}",
@@ -94,7 +94,7 @@ class Console:
         # As wide as "100.00%", or as "0.0123".
         shown = {
             name: f"{value:>{7 if value.endswith('%') else 6}}"
-            for name, value in headlines(figures, self.chosen).items()
+            for name, value in headlines(figures, self.metrics).items()
         }
         self.show_split(split, epoch, shown, seconds)
 

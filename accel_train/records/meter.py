@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from accel_train.records.metrics import training_metrics
+from accel_train.task import Task
 
 Batch = TypeVar("Batch")
 
@@ -39,9 +39,9 @@ class Meter:
     FLUSH_EVERY = 64  # micro-batches
     STEPS = 2.0**30  # of a sum of floats: whole numbers of 1e-9 have the same sum in any order
 
-    def __init__(self, accelerator: Accelerator, *, multi_label: bool = False) -> None:
-        self.accelerator, self._multi_label = accelerator, multi_label
-        self._metrics = [metric for metric in training_metrics(multi_label=multi_label) if metric.name != "loss"]
+    def __init__(self, accelerator: Accelerator, task: Task) -> None:
+        self.accelerator, self._task = accelerator, task
+        self._metrics = [metric for metric in task.training_metrics if metric.name != "loss"]
         # Float sums: of the loss, and of each metric whose values are floats. Integer sums: of each metric whose values
         # are bools, and last the number of samples. Unused places stay 0.
         # They are in steps of 1/STEPS where the device has float64.
@@ -56,18 +56,11 @@ class Meter:
     def add(self, logits: Tensor, targets: Tensor, weighted_losses: Tensor, weights: Tensor) -> None:
         """Add a micro-batch of the current update.
 
-        `logits` [b, classes]; `targets`: labels int64 [b], or probabilities [b, classes], of which the largest counts
-        as the label (if an image may have several labels: those of 0.5 and more); `weights` float32 [b], 0 for padding;
+        `logits` [b, classes]; `targets`: of the loss, see `Task.labels_of`; `weights` float32 [b], 0 for padding;
         `weighted_losses` float32 [b]: the criterion's losses times `weights`.
         """
-        if self._multi_label:
-            labels = targets >= 0.5
-        elif targets.ndim == 1:
-            labels = targets
-        else:
-            labels = targets.argmax(1)
         predictions = (metric.training_predict(logits) for metric in self._metrics if metric.training_predict)
-        self._update.append((weighted_losses, weights, labels, *predictions))
+        self._update.append((weighted_losses, weights, self._task.labels_of(targets), *predictions))
 
     def commit(self) -> None:
         """The update is done: its micro-batches count."""

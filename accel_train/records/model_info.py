@@ -16,6 +16,7 @@ from accel_train.config.compatibility import FORMAT, check_format
 from accel_train.config.schema import Origin
 from accel_train.data.sources.files.images import is_value_range
 from accel_train.errors import UserError
+from accel_train.task import ONE_LABEL, SEVERAL_LABELS, Task
 from accel_train.untrusted import is_count, is_number, parse_json, read_regular_file
 
 FILE = "model.json"
@@ -45,8 +46,8 @@ class ModelInfo:
     """The pixel value that `mean` and `std` count as 1: 255 of uint8 images, 1 of a user's float tensors."""
     origin: Origin = field(default_factory=Origin)
     """Of the weights that the run began from."""
-    multi_label: bool = False
-    """Whether an image may have several labels or none: each logit by itself is a class's, by the sigmoid."""
+    task: Task = ONE_LABEL
+    """Whether an image has one label, or may have several. In the file: "multi_label"."""
     range: tuple[float, float] | None = None
     """The values of black and white in images of more than 8 bits (--data.range); None: those of 16 bits, and images
     without a range of their own are refused."""
@@ -70,8 +71,9 @@ class ModelInfo:
         return self.full_scale == 255 and self.channels in (1, 3)
 
     def to_json(self) -> str:
-        values = {"format": FORMAT, "version": __version__, **dataclasses.asdict(self)}
-        return json.dumps(values, indent=2) + "\n"
+        values = vars(self) | {"origin": dataclasses.asdict(self.origin), "task": self.task is SEVERAL_LABELS}
+        named = {"multi_label" if name == "task" else name: value for name, value in values.items()}
+        return json.dumps({"format": FORMAT, "version": __version__, **named}, indent=2) + "\n"
 
 
 def read_model_info(run: Path) -> ModelInfo:
@@ -88,7 +90,10 @@ def read_model_info(run: Path) -> ModelInfo:
         values["origin"] = _read_origin(values["origin"])
         if isinstance(values["range"], list):
             values["range"] = tuple(values["range"])
-        info = ModelInfo(**values)
+        several = values.pop("multi_label", False)
+        if not isinstance(several, bool):
+            raise ValueError(f"multi_label is {str(several)[:40]}")
+        info = ModelInfo(task=SEVERAL_LABELS if several else ONE_LABEL, **values)
         if name := _impossible(info):
             raise ValueError(f"{name} is {str(values[name])[:40]}")
         return info
@@ -111,7 +116,6 @@ def _impossible(info: ModelInfo) -> str:
         "native_size": native is None or is_count(native, 1, LARGEST),
         "mean": len(info.mean) == channels and all(is_number(value, -1e6, 1e6) for value in info.mean),
         "full_scale": info.full_scale in (1, 255),
-        "multi_label": isinstance(info.multi_label, bool),
         "range": is_value_range(info.range),
         "std": len(info.std) == channels and all(is_number(value, 0, 1e6) and value > 0 for value in info.std),
     }

@@ -18,22 +18,23 @@ from accel_train import __version__, models
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import FORMAT, learning_settings
 from accel_train.config.declaration import BEST_METRICS
-from accel_train.config.schema import Config, best_metric, to_yaml
+from accel_train.config.schema import Config, to_yaml
 from accel_train.data.loading import create_sampler
 from accel_train.data.memory import Placement
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.sources.load import resolve_mean_std, splits_of
-from accel_train.data.sources.splits import Source, Splits, has_one_size
+from accel_train.data.sources.splits import Source, Splits, count_classes, has_one_size
 from accel_train.errors import UserError, counted, first_of, one_line
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import LAUNCHERS, launcher_command, start_folder
 from accel_train.models.batchnorm import has_batchnorm
-from accel_train.optim.loss import check_labels
+from accel_train.optim.loss import check_task
 from accel_train.optim.schedule import check_schedule
 from accel_train.records.cost import Ledger, cost_text
-from accel_train.records.metrics import Evaluation, count_classes, evaluation_metrics, headlines
+from accel_train.records.metrics import Evaluation, headlines
 from accel_train.records.model_info import ModelInfo
+from accel_train.task import Metric, Task
 from accel_train.user_code.reference import GIVEN, parse_reference, short_name
 
 
@@ -174,7 +175,7 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
     else:
         check_schedule(config.schedule, splits)
         check_best_metric(config, splits)
-        check_labels(config.loss, splits.train.labels)
+        check_task(config.loss, splits.task)
         last = (plan.updates_per_epoch - 1) * plan.batch_size
         lines += [
             f"# training samples: {len(splits.to_train_on)}",
@@ -206,7 +207,7 @@ def model_info_of(config: Config, splits: Splits, image_size: int) -> ModelInfo:
         *resolve_mean_std(config, splits),
         splits.full_scale,
         config.origin,
-        splits.multi_label,
+        splits.task,
         splits.value_range,
     )
     return info.at_size(config.model.eval_image_size)
@@ -234,10 +235,10 @@ def check_best_metric(config: Config, splits: Splits) -> None:
                 f"--{option} {setting}: follows the validation split, but this data has none: set one aside with "
                 "--data.val-fraction 0.1, or remove the option."
             )
-    names = [metric.name for metric in evaluation_metrics(config.metrics, multi_label=splits.multi_label)]
+    names = [metric.name for metric in splits.task.evaluation_metrics(config.metrics)]
     if config.best_metric is not None and config.best_metric not in names:
-        kind = "images with several labels" if splits.multi_label else "images with one label each"
         usable = ", ".join(name for name in BEST_METRICS if name in names)
+        kind = splits.task.kind
         raise UserError(f"--best-metric {config.best_metric}: this data has {kind}; choose one of {usable}.")
 
 
@@ -247,16 +248,15 @@ def result_of(
     train_images: int,
     state: TrainState,
     last: dict[str, Evaluation],
-    *,
-    multi_label: bool = False,
+    task: Task,
 ) -> dict[str, Any]:
     """Return the contents of result.json without the times of the last start.
 
     `last`: the newest evaluations, "test" and "test (ema)" among them.
     """
     test, ema = last.get("test"), last.get("test (ema)")
-    metrics = evaluation_metrics(config.metrics, multi_label=multi_label)
-    metric = best_metric(config, multi_label=multi_label)
+    metrics = task.evaluation_metrics(config.metrics)
+    metric = config.best_metric or task.best_metric
     result: dict[str, Any] = {
         "format": FORMAT,
         "version": __version__,
@@ -293,19 +293,19 @@ def final_figures(
     last: Mapping[str, Evaluation],
     stopped: str | None,
     run: Path,
-    chosen: Sequence[str] = (),
+    metrics: Sequence[Metric],
 ) -> dict[str, str]:
     """Return what the final screen shows of a run, by name. `result`: of result.json, with the times; `stopped`: of
-    `stopped_text`; `chosen`: by --metrics."""
+    `stopped_text`; `metrics`: of an evaluation."""
     figures = {
         f"{name} {metric}": shown
         for name, evaluation in last.items()
-        for metric, shown in headlines(evaluation.figures, chosen).items()
+        for metric, shown in headlines(evaluation.figures, metrics).items()
         if metric != "loss"
     }
     if state.best_figure is not None:
         name = str(result["best_metric"])
-        shown = headlines({name: state.best_figure}, chosen).get(name, f"{state.best_figure:.4f}")
+        shown = headlines({name: state.best_figure}, metrics).get(name, f"{state.best_figure:.4f}")
         use = "the last weights" if state.best_update == state.update else "to use it, add --checkpoint best"
         figures[f"best val {name}"] = f"{shown} after epoch {state.best_epoch}; {use}"
     if state.timed_samples:
@@ -319,7 +319,7 @@ def final_figures(
     return figures if stopped is None else figures | {"stopped": stopped}
 
 
-def stopped_text(config: Config, plan: Plan, state: TrainState, *, multi_label: bool) -> str | None:
+def stopped_text(config: Config, plan: Plan, state: TrainState, task: Task) -> str | None:
     """Why the run has ended before its last epoch, for the user; None if it has not."""
     stop, reason = config.stop, state.stopped_by(config, plan)
     if reason == "updates":
@@ -328,7 +328,7 @@ def stopped_text(config: Config, plan: Plan, state: TrainState, *, multi_label: 
         return f"by --stop.hours {stop.hours:g}, after {state.wall_seconds / 3600:.2g} hours"
     if reason != "patience":
         return None
-    metric = best_metric(config, multi_label=multi_label)
+    metric = config.best_metric or task.best_metric
     best = "none" if state.best_figure is None else f"{state.best_figure:.4f} after update {state.best_update}"
     epochs = f"{stop.patience_epochs} epochs" if stop.patience_epochs != 1 else "an epoch"
     return f"by --stop.patience-epochs, after {epochs} without a better val {metric} (best: {best})"

@@ -137,8 +137,8 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
         run.emit(Ended(state.update, "failed", title, shown, commands, status={"reason": reason}))
         return UnsavedError(f"{title} Kept: {checkpoints.kept}. After freeing space: {run.resume_command}")
     run.ledger.end(finished=True)
-    last, multi_label, epoch = run.evaluations, splits.multi_label, state.current_epoch(config, run.setup.plan)
-    result = result_of(config, run.setup.plan, len(splits.to_train_on), state, last, multi_label=multi_label) | {
+    last, task, epoch = run.evaluations, splits.task, state.current_epoch(config, run.setup.plan)
+    result = result_of(config, run.setup.plan, len(splits.to_train_on), state, last, task) | {
         "precision": precision(run.accelerator),
         "warm_up_seconds": run.stopwatch.warm_up,  # like wall_seconds, of the last start
         "wall_seconds": time.monotonic() - run.began,
@@ -147,7 +147,7 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
     problem = ""
     if not run.directory.result(result):
         problem = f"{folder}/result.json could not be written: the run is not finished."
-    if stopped := stopped_text(config, run.setup.plan, state, multi_label=multi_label):
+    if stopped := stopped_text(config, run.setup.plan, state, task):
         run.emit(Noted(f"stopped: {stopped}", {"update": state.update}))
     epochs = f"{result['epochs']:g} of " * (result["stopped_by"] != "epochs") + counted(config.epochs, "epoch")
     run.emit(
@@ -155,7 +155,7 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
             state.update,
             "failed" if problem else "finished",
             f"{config.recipe}: {epochs}, {counted(state.update, 'update')}",
-            final_figures(result, state, last, stopped, folder, config.metrics),
+            final_figures(result, state, last, stopped, folder, task.evaluation_metrics(config.metrics)),
             next_steps(folder, held_out_file(splits)),
             status={"epoch": epoch, "eta_seconds": 0} | ({"reason": problem} if problem else {}),
             result=result,

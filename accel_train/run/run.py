@@ -45,7 +45,7 @@ from accel_train.records.events import (
     Warned,
 )
 from accel_train.records.meter import Meter, Stopwatch
-from accel_train.records.metrics import Evaluation, training_metrics
+from accel_train.records.metrics import Evaluation
 from accel_train.records.summary import data_record, describe, model_info_of, resume_command, resumed_text
 from accel_train.run.nonfinite import Guard
 from accel_train.run.start import FinishedRun
@@ -121,7 +121,7 @@ class Run:
         self.schedule_offset = self.state.update - setup.plan.updates_until(self.state.epoch, self.state.epoch_samples)
         setup.schedule.step_update(self.state.update - self.schedule_offset)
         self.checkpoints.notes += _write_metadata(setup, self.directory, self.state.update)
-        self.meter = Meter(self.accelerator, multi_label=setup.splits.multi_label)
+        self.meter = Meter(self.accelerator, setup.splits.task)
         self.stopwatch = Stopwatch(self.state.train_seconds, self.state.timed_samples)
         self.evaluations: dict[str, Evaluation] = {}
         """The newest of each split: "val", "test", and with the EMA's weights "test (ema)"."""
@@ -139,7 +139,7 @@ class Run:
             updates_per_epoch=plan.updates_per_epoch,
             epochs=plan.updates / plan.updates_per_epoch,
             first_update=self.state.update,
-            chosen=self.config.metrics,
+            metrics=setup.splits.task.evaluation_metrics(config.metrics),
         )
         self.pace = self.console.pace
         self._last_eval = time.monotonic()  # the end of the last evaluation
@@ -244,7 +244,7 @@ class Run:
 
     def log_epoch(self) -> None:
         """Say the training metrics of the whole epoch, which were counted while the weights changed."""
-        counted = {metric.name for metric in training_metrics(multi_label=self.setup.splits.multi_label)}
+        counted = {metric.name for metric in self.setup.splits.task.training_metrics}
         figures = {name: value for name, value in self.state.epoch_metrics.items() if name in counted}
         self._log_evaluation("train", figures, self.state.epoch_count)
 

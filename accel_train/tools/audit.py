@@ -32,7 +32,7 @@ from accel_train.config.schema import Data
 from accel_train.data.sources.divide import check_own_list, default_list, divide, real, write_list
 from accel_train.data.sources.files.encoded import EncodedImages, depth_notes
 from accel_train.data.sources.load import read_splits
-from accel_train.data.sources.splits import Source, Splits, label_numbers, names_root, unwrap_subset
+from accel_train.data.sources.splits import Source, Splits, count_classes, label_numbers, names_root, unwrap_subset
 from accel_train.errors import UserError, first_of, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.process import available_cores
@@ -121,12 +121,10 @@ class Images:
         """How many images of each class a split has."""
         counts = {}
         for split, source in self.sources.items():
-            labels = source.labels.numpy()
-            if labels.ndim == 2:
-                counts[split] = [int(count) for count in labels.sum(0)]
-            else:
-                inside = labels[(labels >= 0) & (labels < len(self.classes))]
-                counts[split] = np.bincount(inside, minlength=len(self.classes)).tolist()
+            labels = source.labels
+            if labels.ndim == 1:
+                labels = labels[(labels >= 0) & (labels < len(self.classes))]
+            counts[split] = count_classes(labels, len(self.classes))
         return counts
 
 

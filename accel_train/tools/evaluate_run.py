@@ -36,8 +36,9 @@ from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
-from accel_train.records.metrics import EVALUATE_METRICS, Evaluation, OwnMetrics, create_own_metrics, evaluation_metrics
+from accel_train.records.metrics import EVALUATE_METRICS, Evaluation, OwnMetrics, create_own_metrics
 from accel_train.records.model_info import ModelInfo, read_model_info
+from accel_train.task import Metric, Task
 from accel_train.tools.load_run import empty_model, may_download, read_config
 from accel_train.untrusted import open_to_read
 from accel_train.user_code.reference import CHOSEN_METRICS, given_metrics, short_name
@@ -50,8 +51,9 @@ NO_VALUE = "\u2013"  # of a class without images
 CLASS_METRICS = {name: f"class_{name}".replace(" ", "_") for name in ("average precision", "precision", "recall", "f1")}
 
 
-def single_label_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]) -> dict[str, Any]:
-    """Metrics of images with one label each, from logits float32 [n, classes] and labels int64 [n].
+def added_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> dict[str, Any]:
+    """Metrics beside those of every evaluation, from logits float32 [n, classes] and labels int64 [n]; or, if an image
+    may have several labels, bool [n, classes]: then the class-wise ones, at a probability of 0.5.
 
     Precision, recall and F1 are scikit-learn's; "precision" and so on are means over the classes that occur as a label
     or as a prediction, "weighted_…" means weighted by the images of each class. "class_…" are lists, None for a class
@@ -59,6 +61,8 @@ def single_label_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[np
     `accuracy_interval` (of "class_accuracy_interval" for each class that has an image: of its recall) and
     `calibration_error`.
     """
+    if labels.ndim == 2:
+        return _precision_and_recall(labels, logits >= 0, logits.shape[1])
     predicted = logits.argmax(1)
     figures = _precision_and_recall(labels, predicted, logits.shape[1])
     return {
@@ -75,12 +79,6 @@ def single_label_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[np
         **figures,
         "calibration_error": calibration_error(softmax(logits), labels),
     }
-
-
-def multi_label_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    """Metrics of images with several labels or none, at a probability of 0.5; as `single_label_metrics`, as far as
-    they have a meaning. labels: bool [n, classes]."""
-    return _precision_and_recall(labels, logits >= 0, logits.shape[1])
 
 
 def _precision_and_recall(labels: npt.NDArray[Any], predicted: npt.NDArray[Any], classes: int) -> dict[str, Any]:
@@ -151,15 +149,14 @@ def calibration_error(probabilities: Floats, labels: npt.NDArray[np.int64]) -> f
 
 
 def metric_rows(
-    records: Sequence[Mapping[str, Any]], classes: Sequence[str], chosen: Sequence[str], *, multi_label: bool
+    records: Sequence[Mapping[str, Any]], classes: Sequence[str], metrics: Sequence[Metric]
 ) -> Iterator[tuple[str, str, list[str]]]:
     """Yield the key of each metric that a record has, what a table calls it, and its value for each record.
 
-    After "accuracy" comes its 95 % interval, with the key "accuracy_interval". `chosen`: by --metrics.
+    After "accuracy" comes its 95 % interval, with the key "accuracy_interval". `metrics`: all of an evaluation.
     """
-    known = evaluation_metrics(chosen, multi_label=multi_label)
-    undefined = {each.name for each in known if each.chosen}  # which may be NaN
-    forms = {each.name: (each.name, each.form) for each in known if len(classes) >= each.fewest_classes}
+    undefined = {each.name for each in metrics if each.chosen}  # which may be NaN
+    forms = {each.name: (each.name, each.form) for each in metrics if len(classes) >= each.fewest_classes}
     for key, (title, form) in (forms | {each.name: (each.title, each.form) for each in EVALUATE_METRICS}).items():
         values = [record.get(key) for record in records]
         is_nan = key in undefined and any(key in record for record in records)  # JSON has no NaN
@@ -249,8 +246,7 @@ class EvaluationResult:
 
     figures: dict[str, Any]
     """As RUN/evaluation-SPLIT.json has them (docs/run_files.md): the same on all processes."""
-    multi_label: bool
-    """Whether an image may have several labels."""
+    task: Task
     chosen: tuple[str, ...] = ()
     """The run's --metrics."""
     predictions: Predictions | None = None
@@ -369,7 +365,7 @@ def evaluate_run(
     found = broadcast_from_main(accelerator, figures)
     if (warning := chosen.warning(split)) is not None and accelerator.is_main_process:
         LOGGER.warning(warning)
-    return EvaluationResult(found, splits.multi_label, config.metrics, kept)
+    return EvaluationResult(found, splits.task, config.metrics, kept)
 
 
 def _load(config: Config, info: ModelInfo, accelerator: Accelerator, weights: RunWeights | None) -> nn.Module:
@@ -434,11 +430,10 @@ def _check_fit(splits: Splits, info: ModelInfo, run: Path) -> None:
             f"the data does not have the classes that {run} was trained on ({difference}); choose other data with "
             "--data.name or --data.root."
         )
-    if splits.multi_label != info.multi_label:
-        kinds = {True: "several labels an image", False: "one label an image"}
+    if splits.task is not info.task:
         raise UserError(
-            f"the data has {kinds[splits.multi_label]}, but {run} was trained with {kinds[info.multi_label]}; choose "
-            "other data with --data.name or --data.root."
+            f"the data has {splits.task.kind}, but {run} was trained on {info.task.kind}; choose other data with "
+            "--data.name or --data.root."
         )
     if splits.channels != info.channels:
         raise UserError(
@@ -461,5 +456,5 @@ def _record(evaluation: Evaluation, weights: str) -> dict[str, Any]:
     if evaluation.broken or not (logits < np.inf).all():
         more: dict[str, Any] = {}
     else:
-        more = multi_label_metrics(logits, labels) if labels.ndim == 2 else single_label_metrics(logits, labels)
+        more = added_metrics(logits, labels)
     return {"weights": weights, **figures, "count": evaluation.count, **more, **evaluation.as_record()}

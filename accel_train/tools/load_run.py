@@ -108,7 +108,7 @@ def classify_files(
     the forward pass. Raises UserError if the run's model takes images that only the user's own code can prepare.
     """
     check_can_classify(info, threshold)
-    least = 0.0 if not info.multi_label else 0.5 if threshold is None else threshold
+    least = (info.task.threshold or 0.0) if threshold is None else threshold
 
     def read(path: Path) -> Tensor | str:
         try:
@@ -125,8 +125,7 @@ def classify_files(
             if readable:
                 with torch.inference_mode(), autocast():
                     logits = model(preprocessing.to_input(torch.cat(readable))).float()
-                chances = logits.sigmoid() if info.multi_label else logits.softmax(1)
-                best = chances.topk(min(top_k or len(info.classes), len(info.classes)))
+                best = info.task.probabilities(logits).topk(min(top_k or len(info.classes), len(info.classes)))
                 results = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             for path, image in zip(batch, images, strict=True):
                 if isinstance(image, Tensor):
@@ -146,7 +145,7 @@ def check_can_classify(info: ModelInfo, threshold: float | None) -> None:
             "the model was trained on tensors that the user's own data prepares, so image files cannot be prepared in "
             "the same way. `accel-train evaluate` measures it on that data."
         )
-    if threshold is not None and not info.multi_label:
+    if threshold is not None and info.task.threshold is None:
         raise UserError(
             f"--threshold {threshold}: the run was trained with one label an image, the most probable one; use --top-k."
         )
@@ -329,8 +328,7 @@ class LoadedRun:
         self, images: Sequence[Path], *, top_k: int | None = None, threshold: float | None = None
     ) -> list[Prediction]:
         """The most probable classes of image files: see `api.predict`."""
-        if top_k is None and not self.info.multi_label:
-            top_k = 5
+        top_k = self.info.task.top_k if top_k is None else top_k
         return list(self.classify(list(images), top_k, threshold))
 
     def classify(

@@ -45,6 +45,7 @@ from accel_train.optim.schedule import LearningRate
 from accel_train.records.events import Stream
 from accel_train.records.meter import Meter
 from accel_train.run.nonfinite import Guard
+from accel_train.task import ONE_LABEL
 from accel_train.train import grouped, update
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup
 
@@ -288,7 +289,7 @@ def test_updates_are_those_of_the_source(name: str, monkeypatch: pytest.MonkeyPa
     source = source_of(name, plain)
     mine, theirs = dict(setup.bare_model.named_parameters()), dict(source.model.named_parameters())
     guard = Guard(config, accelerator, setup.model, Stream([]).emit)
-    run: Any = SimpleNamespace(state=TrainState(), guard=guard, meter=Meter(accelerator), schedule_offset=0)
+    run: Any = SimpleNamespace(state=TrainState(), guard=guard, meter=Meter(accelerator, ONE_LABEL), schedule_offset=0)
     losses: list[Tensor] = []
     run.meter.add = lambda logits, targets, weighted, weights: losses.append(weighted.double().sum())
     gradients: dict[str, Tensor] = {}

@@ -15,6 +15,7 @@ from accel_train.config.options import parse
 from accel_train.config.schema import Loss
 from accel_train.errors import UserError
 from accel_train.optim.loss import check_loss, create_checked_loss, create_loss
+from accel_train.task import ONE_LABEL
 
 CODE = """
 import torch
@@ -55,7 +56,7 @@ def own_loss(tmp_path: Path, name: str, *, mixes: bool = False, weights: Tensor 
     path.write_text(CODE)
     loss = Loss(name=f"{path}:{name}", **settings)
     criterion = create_loss(loss, weights)
-    check_loss(loss, criterion, 5, torch.device("cpu"), mixes=mixes)
+    check_loss(loss, criterion, 5, torch.device("cpu"), ONE_LABEL, mixes=mixes)
     return criterion
 
 

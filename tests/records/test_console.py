@@ -25,9 +25,11 @@ RUN = """
 import os, sys, time
 from accel_train.errors import print_logged
 from accel_train.run.run import open_console
+from accel_train.task import ONE_LABEL
 print_logged()  # as the command line does
 prints = "silent" not in sys.argv
-with open_console(prints=prints, total_updates=20, updates_per_epoch=10, epochs=2, first_update=2) as console:
+with open_console(prints=prints, total_updates=20, updates_per_epoch=10, epochs=2, first_update=2,
+                  metrics=ONE_LABEL.metrics) as console:
     console.say("a [bold]line[/bold]")
     for update in range(3, 21):
         console.advance(update)
@@ -180,8 +182,9 @@ def test_it_is_redrawn_by_time_and_not_by_update() -> None:
 
 NAMES = """
 from accel_train.run.run import open_console
+from accel_train.task import ONE_LABEL
 name = "cat\\x1b[2J\\x1b]0;owned\\x07\\nforged"
-with open_console(prints=True, total_updates=2, updates_per_epoch=1, epochs=2) as console:
+with open_console(prints=True, total_updates=2, updates_per_epoch=1, epochs=2, metrics=ONE_LABEL.metrics) as console:
     console.say("said " + name, "an [b]ordinary[/b] line: קטה")
     console.warn("warned " + name)
     console.finish("ended " + name, {"run": name}, {"next": "predict " + name})
@@ -215,7 +218,9 @@ def test_a_forked_worker_does_not_print_through_the_display() -> None:
 EPOCHS = """
 import time
 from accel_train.run.run import open_console
-with open_console(prints=True, total_updates=100, updates_per_epoch=10, epochs=10) as console:
+from accel_train.task import ONE_LABEL
+with open_console(prints=True, total_updates=100, updates_per_epoch=10, epochs=10,
+                  metrics=ONE_LABEL.metrics) as console:
     for line in range({lines}):
         console.say("")
     for epoch in range(1, 11):

@@ -7,12 +7,13 @@ import torch
 from accelerate import Accelerator
 
 from accel_train.records.meter import Meter
+from accel_train.task import ONE_LABEL
 
 
 @pytest.mark.parametrize("updates", [0, 1, 70])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_it_counts_the_samples_of_committed_updates(updates: int, mixed: bool) -> None:
-    meter, numbers = Meter(Accelerator(cpu=True)), torch.Generator().manual_seed(updates)
+    meter, numbers = Meter(Accelerator(cpu=True), ONE_LABEL), torch.Generator().manual_seed(updates)
     for _ in range(2):  # each reading begins anew
         loss_sum, correct, samples = 0.0, 0, 0
         for update in range(updates):

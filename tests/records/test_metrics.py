@@ -1,4 +1,4 @@
-"""records/metrics.py: all outputs follow its one table of metrics."""
+"""records/metrics.py: all outputs follow the one table of metrics, that of the task."""
 
 from __future__ import annotations
 
@@ -7,29 +7,18 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from hypothesis import given
-from hypothesis import strategies as st
-from sklearn.metrics import average_precision_score, f1_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accel_train import cli
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.records.metrics import (
-    METRICS,
-    Evaluation,
+from accel_train.records.metrics import Evaluation, headlines
+from accel_train.task import (
+    ONE_LABEL,
+    SEVERAL_LABELS,
     MeanMetric,
-    average_precision_of_classes,
-    f1_of_classes,
-    headlines,
-    highest,
-    macro_f1,
-    mean_average_precision,
-    micro_average_precision,
-    micro_f1,
     same,
     top_k,
 )
@@ -48,9 +37,9 @@ ADDED = [
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    METRICS.extend(ADDED)
+    ONE_LABEL.metrics.extend(ADDED)
     yield
-    del METRICS[-len(ADDED) :]
+    del ONE_LABEL.metrics[-len(ADDED) :]
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 
@@ -119,69 +108,12 @@ def test_a_metric_that_is_new_within_an_epoch_waits_for_the_next() -> None:
 
 def test_the_console_shows_headlines_only() -> None:
     figures = {"loss": 0.25, "accuracy": 0.5, "top5_accuracy": 0.75}
-    assert headlines(figures) == {"loss": "0.2500", "accuracy": "50.00%"}
+    assert headlines(figures, ONE_LABEL.metrics) == {"loss": "0.2500", "accuracy": "50.00%"}
     figures = {"loss": 0.25, "map": 0.5, "micro_map": 0.75, "f1": 0.125, "micro_f1": 0.25}
-    assert headlines(figures) == {"loss": "0.2500", "map": "50.00%", "f1": "12.50%"}
-
-
-def test_of_equal_logits_the_first_class_is_the_predicted_one() -> None:
-    """As argmax and NumPy take it; topk may take any."""
-    logits = torch.randint(3, (500, 12), generator=torch.Generator().manual_seed(0)).float()  # many are equal
-    expected = torch.from_numpy(logits.numpy().argmax(1))
-    for k in (1, 2, 5, 12):
-        best = highest(logits, k)
-        assert torch.equal(best[:, 0], expected)
-        assert torch.equal(logits.gather(1, best).sort(1).values, logits.topk(k).values.sort(1).values)
-        assert all(len(set(row)) == k for row in best.tolist())  # no class twice
-
-
-def test_top_5_accuracy_counts_five_classes() -> None:
-    logits, (top5,) = torch.arange(10.0).repeat(10, 1), [each for each in METRICS if each.name == "top5_accuracy"]
-    assert isinstance(top5, MeanMetric)
-    assert top5.score(top5.predict(logits), torch.arange(10)).tolist() == [False] * 5 + [True] * 5
+    assert headlines(figures, SEVERAL_LABELS.metrics) == {"loss": "0.2500", "map": "50.00%", "f1": "12.50%"}
 
 
 def test_an_evaluation_with_a_loss_that_is_not_finite_decides_nothing() -> None:
     for loss in (math.nan, math.inf):
         assert math.isnan(Evaluation({"loss": loss, "accuracy": 0.9}, 10, {}, []).deciding("accuracy"))
     assert Evaluation({"loss": 0.5, "accuracy": 0.9}, 10, {}, []).deciding("accuracy") == 0.9
-
-
-SIZES = st.tuples(st.integers(1, 30), st.integers(2, 6), st.integers(0, 2**32 - 1))
-
-
-@given(SIZES)
-def test_the_f1_of_one_label_an_image_is_that_of_scikit_learn(sizes: tuple[int, int, int]) -> None:
-    samples, classes, seed = sizes
-    labels, predicted = torch.randint(classes, (2, samples), generator=torch.Generator().manual_seed(seed))
-    assert macro_f1(predicted, labels) == pytest.approx(f1_score(labels, predicted, average="macro"), abs=1e-12)
-
-
-@pytest.mark.ci
-@given(SIZES, st.sampled_from([0.1, 0.5]))
-def test_the_figures_of_several_labels_are_those_of_scikit_learn(sizes: tuple[int, int, int], share: float) -> None:
-    samples, classes, seed = sizes
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.rand(samples, classes, generator=generator) < share
-    logits = torch.randn(samples, classes, generator=generator).mul(2).round().div(2)  # many are equal, some are 0
-    truth, chosen = labels.numpy(), logits.numpy() >= 0
-
-    def f1(average: str) -> float:
-        return float(f1_score(truth, chosen, average=average, zero_division=np.nan))
-
-    present = truth.any(0)
-    precisions = [average_precision_score(truth[:, c], logits[:, c]) if present[c] else None for c in range(classes)]  # type: ignore[index]
-    assert average_precision_of_classes(logits, labels) == precisions
-    assert mean_average_precision(logits, labels) == pytest.approx(
-        average_precision_score(truth[:, present], logits[:, present], average="macro") if present.any() else 0.0  # type: ignore[index]
-    )
-    expected = average_precision_score(truth, logits, average="micro") if present.any() else 0.0
-    assert micro_average_precision(logits, labels) == pytest.approx(expected, abs=1e-12)
-    if present.any() or chosen.any():
-        assert macro_f1(logits, labels) == pytest.approx(f1("macro"), abs=1e-12)
-        assert micro_f1(logits, labels) == pytest.approx(f1("micro"), abs=1e-12)
-    of_each = f1_score(truth, chosen, average=None, zero_division=0.0)
-    for label, value in enumerate(f1_of_classes(logits, labels)):
-        empty = not truth[:, label].any() and not chosen[:, label].any()
-        assert (value is None) == empty
-        assert value is None or value == pytest.approx(of_each[label], abs=1e-12)

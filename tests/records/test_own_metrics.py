@@ -20,6 +20,7 @@ from accel_train.errors import MetricError, UserError
 from accel_train.evaluate import evaluate
 from accel_train.records import metrics as own
 from accel_train.records.metrics import Evaluation, OwnMetrics
+from accel_train.task import ONE_LABEL, SEVERAL_LABELS
 from accel_train.user_code.reference import provided
 
 CLASSES, SAMPLES = 3, 50
@@ -29,7 +30,7 @@ LABELS = torch.randint(CLASSES, (SAMPLES,), generator=GENERATOR)
 
 
 def created(*texts: str, classes: int = CLASSES, several: bool = False, **objects: Any) -> OwnMetrics:
-    splits: Any = SimpleNamespace(classes=("x",) * classes, multi_label=several)
+    splits: Any = SimpleNamespace(classes=("x",) * classes, task=SEVERAL_LABELS if several else ONE_LABEL)
     names = (*texts, *objects)
     with provided({f"metrics:{name}": given for name, given in objects.items()}):
         found = own.create_own_metrics(names, Accelerator(cpu=True), splits)
@@ -112,7 +113,7 @@ def test_it_is_in_an_evaluation_also_if_an_output_is_nan() -> None:
     transform.num_classes = CLASSES
     pipeline: Any = SimpleNamespace(
         batches=[{"ids": ids, "weights": torch.ones(25)} for ids in torch.arange(SAMPLES).split(25)],
-        transform=transform, samples=SAMPLES, multi_label=False,
+        transform=transform, samples=SAMPLES, task=ONE_LABEL,
     )  # fmt: skip
     metrics = created(right=right, balanced=balanced)
 

@@ -17,9 +17,8 @@ from sklearn.metrics import (
 
 from accel_train.tools.evaluate_run import (
     accuracy_interval,
+    added_metrics,
     calibration_error,
-    multi_label_metrics,
-    single_label_metrics,
 )
 
 
@@ -35,7 +34,7 @@ def drawn(samples: int, classes: int, seed: int) -> tuple[np.ndarray, np.ndarray
 @given(st.integers(1, 40), st.integers(2, 7), st.integers(0, 10**6))
 def test_precision_and_recall_are_those_of_scikit_learn(samples: int, classes: int, seed: int) -> None:
     logits, labels = drawn(samples, classes, seed)
-    predicted, found = logits.argmax(1), single_label_metrics(logits, labels)
+    predicted, found = logits.argmax(1), added_metrics(logits, labels)
     for average, prefix in (("macro", ""), ("weighted", "weighted_")):
         expected = precision_recall_fscore_support(labels, predicted, average=average, zero_division=0)
         assert [found[f"{prefix}{name}"] for name in ("precision", "recall", "f1")] == pytest.approx(expected[:3])
@@ -52,7 +51,7 @@ def test_precision_and_recall_are_those_of_scikit_learn(samples: int, classes: i
 def test_several_labels_an_image() -> None:
     logits, _ = drawn(50, 4, 0)
     labels = np.random.default_rng(1).random((50, 4)) < 0.4
-    found = multi_label_metrics(logits, labels)
+    found = added_metrics(logits, labels)
     assert found["precision"] == pytest.approx(precision_score(labels, logits >= 0, average="macro"))
     assert found["class_recall"] == pytest.approx(recall_score(labels, logits >= 0, average=None).tolist())
     assert "accuracy_interval" not in found
@@ -85,7 +84,7 @@ def test_ten_of_ten_are_not_sure() -> None:
 def test_each_class_has_its_interval() -> None:
     logits, labels = drawn(60, 4, 2)
     labels[labels == 2] = 1
-    found = single_label_metrics(logits, labels)
+    found = added_metrics(logits, labels)
     for label, interval in enumerate(found["class_accuracy_interval"]):
         images = labels == label
         if not images.any():

@@ -13,8 +13,8 @@ from torch.utils.data import Sampler
 
 from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
-from accel_train.errors import UserError
 from accel_train.keyed import hashed, key, permuted, permuted_in_groups, shift
+from accel_train.task import task_of
 
 BLOCK = 1 << 15  # positions of one call: large enough to hide the overhead, small enough for memory
 
@@ -242,11 +242,7 @@ def create_draws(config: Config, labels: Tensor) -> Draws | None:
     several labels: then they have no class."""
     if config.data.sampler == "shuffle":
         return None
-    if labels.ndim == 2:
-        raise UserError(
-            "--data.sampler balanced: expects one label for each image, but the images of this data may have several "
-            "labels or none; use shuffle."
-        )
+    task_of(labels).check_one_label("--data.sampler balanced", "use shuffle.")
     return Draws(config.seed, labels)
 
 

@@ -17,6 +17,7 @@ from accel_train.config.schema import Data
 from accel_train.config.url import folder_of, is_url
 from accel_train.data.sources.files.images import ValueRange, default_mean_std
 from accel_train.errors import UserError, first_of, nearest
+from accel_train.task import Task, task_of
 
 
 class Source(Protocol):
@@ -83,9 +84,9 @@ class Splits:
         )
 
     @property
-    def multi_label(self) -> bool:
-        """Whether an image may have several labels, or none."""
-        return self.train.labels.ndim == 2
+    def task(self) -> Task:
+        """Whether an image has one label, or may have several or none."""
+        return task_of(self.train.labels)
 
     @property
     def sources(self) -> dict[str, Source]:
@@ -102,6 +103,13 @@ class Splits:
 def label_numbers(label: torch.Tensor) -> list[int]:
     """The classes of a sample: one if its label is a number (int64 []), any number of them if it is a row of bools."""
     return label.nonzero()[:, 0].tolist() if label.ndim else [int(label)]
+
+
+def count_classes(labels: torch.Tensor, classes: int) -> list[int]:
+    """Of each class: images that have it as a label. `labels`: int64 [n], or bool [n, classes]."""
+    images = labels.sum(0) if labels.ndim == 2 else torch.bincount(labels, minlength=classes)
+    counts: list[int] = images.tolist()
+    return counts
 
 
 def numbered(where: str, labels: Collection[torch.Tensor]) -> tuple[str, ...]:

@@ -114,7 +114,7 @@ def check(run: LoadedRun, exported: Loaded, rules: dict[str, Any], images: Image
         lines.append("from files: not compared, because there are no image files of the run's data here")
         return Comparison(tuple(lines), tuple(failures))
 
-    threshold = 0.0 if info.multi_label else None  # all classes
+    threshold = None if info.task.threshold is None else 0.0  # all classes
     same, ties, different = 0, 0, []
     pixels = 0.0
     for prediction, wanted in zip(run.classify(images.files, None, threshold), images.inputs, strict=True):

@@ -15,6 +15,7 @@ import yaml
 from accel_train.errors import LOGGER, UserError, writing
 from accel_train.files import fsync, set_default_permissions
 from accel_train.launch.environment import Launch
+from accel_train.task import SEVERAL_LABELS
 from accel_train.tools.evaluate_run import interval_of
 from accel_train.tools.export.compare import check, real_images
 from accel_train.tools.export.formats import FILE, FORMATS, OPSET, check_installed, rules_of, timm_architecture
@@ -146,7 +147,7 @@ def model_card(loaded: LoadedRun, format: str, checked: Sequence[str]) -> str:
     head |= {"library_name": format} if format in tags else {}
     of_ema = ", the exponential moving average (EMA) of the weights" if loaded.weights.stem == "ema" else ""
     names = ", ".join(info.classes[:SHOWN]) + (" …" if len(info.classes) > SHOWN else "")
-    labels = ["- an image may have several labels, or none"] if info.multi_label else []
+    labels = ["- an image may have several labels, or none"] if info.task is SEVERAL_LABELS else []
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=True)}---",
         f"# {model} on {data}",

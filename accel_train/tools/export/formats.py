@@ -28,6 +28,7 @@ from accel_train.errors import UserError, needing, reason_of
 from accel_train.models.factory import more_arguments
 from accel_train.models.nets import NETS, TORCHVISION
 from accel_train.records.model_info import ModelInfo
+from accel_train.task import SEVERAL_LABELS
 from accel_train.tools.load_run import LoadedRun
 from accel_train.user_code.reference import parse_reference, short_name
 
@@ -50,8 +51,8 @@ def rules_of(info: ModelInfo, augment: Augment) -> dict[str, Any]:
         "std": list(info.std),
         "range": None if info.range is None else list(info.range),  # of files that must be converted to 8 bits first
         "classes": list(info.classes),
-        "multi_label": info.multi_label,
-        "probabilities": "sigmoid" if info.multi_label else "softmax",
+        "multi_label": info.task is SEVERAL_LABELS,
+        "probabilities": info.task.activation,
     }
 
 

@@ -16,9 +16,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from accel_train.config.schema import best_metric
 from accel_train.errors import needing, one_line
-from accel_train.records.metrics import LOWER_IS_BETTER, metric_title
+from accel_train.task import LOWER_IS_BETTER, metric_title
 from accel_train.tools.report.records import RunRecords
 
 # matplotlib draws with these placeholders, which are then replaced by the page's CSS variables.
@@ -150,10 +149,11 @@ def save(figure: Any, path: Path) -> None:
 def charts_of_run(run: RunRecords) -> list[Chart]:
     """Loss, the main metric, those of --metrics, learning rate, speed and waiting for data over the epochs."""
     chosen = [metric for metric in run.metrics if metric.chosen]
+    main = run.info.task.best_metric
     marks: dict[str, Any] = {"events": run.events, "best": best_epoch(run)}
     return [
         *_charts_of_loss(run, marks),
-        Chart(metric_title(run.main_metric), _over_epochs(run, run.main_metric), percent=True, **marks),
+        Chart(metric_title(main), _over_epochs(run, main), percent=True, **marks),
         *(
             Chart(metric_title(metric.name), _over_epochs(run, metric.name), percent="%" in metric.form, **marks)
             for metric in chosen
@@ -166,14 +166,13 @@ def charts_of_run(run: RunRecords) -> list[Chart]:
 
 def _charts_of_loss(run: RunRecords, marks: dict[str, Any]) -> list[Chart]:
     """The loss of all splits, or that of training apart, if it is not what evaluation computes."""
-    lines, title = _over_epochs(run, "loss"), run.training_loss
+    lines, title = _over_epochs(run, "loss"), run.info.task.training_loss(run.config.loss.name)
     if not title:
         return [Chart("loss", lines, **marks)]
-    evaluated = "loss (binary cross-entropy)" if run.info.multi_label else "loss (cross-entropy)"
     training = [line for line in lines if line.label == "train"]
     return [
         Chart(title, training, **marks),
-        Chart(evaluated, [line for line in lines if line not in training], **marks),
+        Chart(f"loss ({run.info.task.loss_title})", [line for line in lines if line not in training], **marks),
     ]
 
 
@@ -206,7 +205,7 @@ def best_epoch(run: RunRecords) -> float | None:
     only with a finite loss. None without a validation split, or if it is not known whether the metric should be low or
     high."""
     split, rows = run.held_out
-    metric = best_metric(run.config, multi_label=run.info.multi_label)
+    metric = run.config.best_metric or run.info.task.best_metric
     known = {metric.name: metric for metric in run.metrics}
     if split != "val" or metric not in known:
         return None

@@ -24,8 +24,8 @@ from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError, needing, one_line
 from accel_train.files import check_writable
 from accel_train.records.cost import cost_of, cost_text, read_starts
-from accel_train.records.metrics import metric_title
 from accel_train.records.model_info import ModelInfo
+from accel_train.task import metric_title
 from accel_train.tools.evaluate_run import (
     CLASS_METRICS,
     NO_VALUE,
@@ -130,8 +130,9 @@ def headline(run: RunRecords, evaluation: Row) -> str:
     if not measured:
         return ""
     weights, split, record = measured[0]
-    value, interval = record.get(run.main_metric), interval_of(record)
-    title, whose = metric_title(run.main_metric).capitalize(), "EMA" if weights == "ema" else "model"
+    metric = run.info.task.best_metric
+    value, interval = record.get(metric), interval_of(record)
+    title, whose = metric_title(metric).capitalize(), "EMA" if weights == "ema" else "model"
     when = f", after epoch {record['epoch']}" if "epoch" in record else ""
     shown = "NaN" if value is None else f"{value:.1%}"
     shown += f" (95% interval: {interval_text(interval)})" if interval else ""
@@ -174,7 +175,7 @@ def page_of_run(run: RunRecords, evaluation: Row, worst: Sequence[Picture], note
 
 def metric_table(run: RunRecords, records: Sequence[Row]) -> list[tuple[str, list[str]]]:
     """Each metric with its value for each of the weights."""
-    rows = metric_rows(records, run.info.classes, run.config.metrics, multi_label=run.info.multi_label)
+    rows = metric_rows(records, run.info.classes, run.metrics)
     return [(metric_title(key) if title == key else title, values) for key, title, values in rows]
 
 

@@ -14,8 +14,8 @@ from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, raise_mistakes
 from accel_train.ownership.owner import has_owner, read_result
-from accel_train.records.metrics import Metric, evaluation_metrics, training_loss
 from accel_train.records.model_info import ModelInfo, read_model_info
+from accel_train.task import Metric
 from accel_train.untrusted import read_json_lines, read_json_object
 
 Row = dict[str, Any]
@@ -42,19 +42,9 @@ class RunRecords:
         return self.path.resolve().name
 
     @property
-    def main_metric(self) -> str:
-        """The metric by which the run is judged: "accuracy", or "map" if an image may have several labels."""
-        return "map" if self.info.multi_label else "accuracy"
-
-    @property
     def metrics(self) -> list[Metric]:
         """All metrics that an evaluation of the run may have."""
-        return evaluation_metrics(self.config.metrics, multi_label=self.info.multi_label)
-
-    @property
-    def training_loss(self) -> str:
-        """What the loss of training is called; "" if it is what evaluation computes."""
-        return training_loss(self.config.loss.name, multi_label=self.info.multi_label)
+        return self.info.task.evaluation_metrics(self.config.metrics)
 
     @property
     def devices(self) -> str:

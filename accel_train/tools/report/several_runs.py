@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.errors import one_line
-from accel_train.records.metrics import metric_title
+from accel_train.task import metric_title
 from accel_train.tools.report.curves import Chart, Line, draw
 from accel_train.tools.report.page import render
 from accel_train.tools.report.records import RunRecords, state_of
@@ -107,7 +107,7 @@ def _metric(run: RunRecords, key: str) -> float | None:
 def _metrics(runs: Sequence[RunRecords]) -> dict[str, tuple[str, str]]:
     """The metrics that a run has: key of result.json -> title and format; first the one by which runs are judged."""
     metrics = sorted((metric for run in runs for metric in run.metrics), key=lambda metric: not metric.headline)
-    main = dict.fromkeys(f"test_{run.main_metric}" for run in runs)
+    main = dict.fromkeys(f"test_{run.info.task.best_metric}" for run in runs)
     known = main | {f"test_{metric.name}": None for metric in metrics} | {"best_val_accuracy": None}
     forms = {f"test_{metric.name}": metric.form for metric in metrics}
     found = [key for key in known if any(_metric(run, key) is not None for run in runs)]
@@ -203,7 +203,7 @@ def _curves(runs: Sequence[RunRecords]) -> list[Chart]:
     """Loss and main metric over the epochs, on the validation split or else on the test split; a colour a setting."""
     colors = {id(run): color for color, group in enumerate(_settings(runs).values()) for run in group}
     charts = []
-    for metric in dict.fromkeys(["loss", *(run.main_metric for run in runs)]):
+    for metric in dict.fromkeys(["loss", *(run.info.task.best_metric for run in runs)]):
         lines = []
         for run, name in zip(runs, _names(runs), strict=True):
             split = "val" if run.evaluations("val", "model") else "test"

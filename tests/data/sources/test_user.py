@@ -19,6 +19,7 @@ from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
 from accel_train.data.sources.user import UserDataset
 from accel_train.errors import UserError
+from accel_train.task import SEVERAL_LABELS
 
 HEAD = """
 import random
@@ -83,7 +84,7 @@ def test_rows_of_0_and_1_are_several_labels(tmp_path: Path) -> None:
     rows = "label=lambda i: torch.tensor([i % 2, i // 10])"
     for returned in (f"Items(uint8, {rows})", f"Items(uint8, {rows.replace('torch.tensor', 'np.array')})"):
         splits = splits_of(tmp_path, f"{{'train': {returned}}}")
-        assert splits.multi_label and splits.train.labels.dtype == torch.bool
+        assert splits.task is SEVERAL_LABELS and splits.train.labels.dtype == torch.bool
         assert splits.train.labels.int().tolist() == [[i % 2, i // 10] for i in range(20)]
         splits.train.fetch([0, 15])  # compares the labels
     splits = splits_of(tmp_path, "{'train': Labelled(uint8, 3, lambda i: [0, 0])}", more)

@@ -14,6 +14,7 @@ from accel_train.config.schema import Augment
 from accel_train.data.sources.files.images import decode
 from accel_train.data.transforms.parameters import crop_fraction
 from accel_train.records.model_info import ModelInfo
+from accel_train.task import SEVERAL_LABELS
 from accel_train.tools.export.formats import prepare, rules_of
 from accel_train.tools.load_run import Preprocessing
 
@@ -103,6 +104,6 @@ def test_what_the_file_says() -> None:
     assert rules["steps"] == [{"resize": 256, "crop": 224}]
     assert (rules["mode"], rules["interpolation"], rules["probabilities"]) == ("RGB", "bilinear", "softmax")
     assert rules_of(info_of(28, 28, 1), Augment())["steps"] == [{"resize": 28, "crop": 28}]
-    several = ModelInfo(("a", "b"), 2, 8, 8, (0.5, 0.5), (0.5, 0.5), full_scale=1, multi_label=True)
+    several = ModelInfo(("a", "b"), 2, 8, 8, (0.5, 0.5), (0.5, 0.5), full_scale=1, task=SEVERAL_LABELS)
     rules = rules_of(several, Augment())
     assert (rules["mode"], rules["steps"], rules["full_scale"], rules["probabilities"]) == (None, None, 1, "sigmoid")

@@ -16,7 +16,8 @@ from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict, to_yaml
 from accel_train.files import sha256
 from accel_train.records.model_info import ModelInfo
-from accel_train.tools.evaluate_run import Predictions, single_label_metrics
+from accel_train.task import ONE_LABEL, task_of
+from accel_train.tools.evaluate_run import Predictions, added_metrics
 
 IMAGES = 400
 
@@ -51,8 +52,8 @@ def make_run(
     images = IMAGES if logits is None else len(logits)
     config = config_of(folder, *words, images=images)
     titles = tuple(names or map(str, range(classes)))
-    many = labels is not None and labels.ndim == 2
-    info = ModelInfo(titles, 1, 8, 8, (0.5,), (0.5,), multi_label=many)
+    task = ONE_LABEL if labels is None else task_of(torch.from_numpy(labels))
+    info = ModelInfo(titles, 1, 8, 8, (0.5,), (0.5,), task=task)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     (folder / "model.json").write_text(info.to_json())
@@ -94,7 +95,7 @@ def write_predictions(
     else:
         figures["accuracy"] = float((logits.argmax(1) == true).mean())
         if np.isfinite(logits).all() and logits.shape[1] < 100:
-            figures |= single_label_metrics(logits, true)
+            figures |= added_metrics(logits, true)
     record = {"split": "test", "time": about["time"], "data": about["data"], "classes": names, "model": figures}
     (folder / "evaluation-test.json").write_text(json.dumps(record))
     return {f"test_{name}": figures[name] for name in ("loss", "accuracy", "map", "f1") if name in figures}

@@ -12,7 +12,8 @@ from sklearn.metrics import confusion_matrix
 
 from accel_train.config.schema import Config
 from accel_train.records.model_info import ModelInfo
-from accel_train.tools.evaluate_run import multi_label_metrics, single_label_metrics
+from accel_train.task import ONE_LABEL, Task
+from accel_train.tools.evaluate_run import added_metrics
 from accel_train.tools.report.records import RunRecords
 
 Losses = Sequence[float | None]
@@ -25,7 +26,7 @@ def made_up_run(
     val: Losses = (),
     test: Losses = (),
     ema: Losses = (),
-    multi_label: bool = False,
+    task: Task = ONE_LABEL,
     epochs: int | None = None,
     data: dict[str, Any] | None = None,
     result: dict[str, Any] | None = None,
@@ -36,12 +37,11 @@ def made_up_run(
     """The records of a run with the classes `names` and ten updates an epoch. `train`, `val`, `test`, `ema` (of val):
     the loss of each epoch; the accuracy is 1 - loss / 10. `events`: texts of event lines."""
     lines: list[dict[str, Any]] = []
-    metric = "map" if multi_label else "accuracy"
     kinds = (("train", "model", train), ("val", "model", val), ("val", "ema", ema), ("test", "model", test))
     for split, weights, losses in kinds:
         for epoch, loss in enumerate(losses, 1):
             row = {"kind": "eval", "split": split, "weights": weights, "epoch": epoch, "update": 10 * epoch}
-            figures = {"loss": loss, metric: None if loss is None else 1 - loss / 10, "count": 100}
+            figures = {"loss": loss, task.best_metric: None if loss is None else 1 - loss / 10, "count": 100}
             lines.append(row | figures)
     for update in range(1, 10 * len(train) + 1):
         row = {"kind": "train", "update": update, "epoch": (update + 9) // 10, "loss": 1.0, "accuracy": 0.5}
@@ -52,7 +52,7 @@ def made_up_run(
     return RunRecords(
         Path("there is no such folder"),
         config or dataclasses.replace(Config(), epochs=epochs or done, recipe="digits"),
-        ModelInfo(tuple(names), 3, 32, None, (0.5,) * 3, (0.5,) * 3, multi_label=multi_label),
+        ModelInfo(tuple(names), 3, 32, None, (0.5,) * 3, (0.5,) * 3, task=task),
         finished if result is None else result,
         status or {"state": "finished", "epoch": done, "update": 10 * done, "updates": 10 * (epochs or done)},
         {"host": "here"},
@@ -77,7 +77,7 @@ def evaluation_of(labels: Any, logits: Any, names: Sequence[str], split: str = "
     accuracy = float((labels == logits.argmax(1)).mean())
     figures = {"weights": "model.safetensors", "loss": 1.0, "accuracy": accuracy, "count": len(labels)}
     more = {"confusion": confusion.tolist(), "top5_accuracy": 0.9}
-    return {"split": split, "model": figures | single_label_metrics(logits, labels) | more}
+    return {"split": split, "model": figures | added_metrics(logits, labels) | more}
 
 
 def evaluation_by_counts(confusion: Sequence[Sequence[int]], split: str = "test") -> dict[str, Any]:
@@ -89,7 +89,7 @@ def evaluation_by_counts(confusion: Sequence[Sequence[int]], split: str = "test"
     return evaluation_of(labels, logits, [""] * len(counts), split)
 
 
-def multi_label_evaluation(names: Sequence[str], count: int, share: float) -> dict[str, Any]:
+def several_labels_evaluation(names: Sequence[str], count: int, share: float) -> dict[str, Any]:
     """Each class is a label of the fraction `share` of the images."""
     numbers = np.random.default_rng(0)
     labels = np.zeros((count, len(names)), dtype=bool)
@@ -98,4 +98,4 @@ def multi_label_evaluation(names: Sequence[str], count: int, share: float) -> di
     figures = {"weights": "model.safetensors", "loss": 0.3, "map": 0.8, "f1": 0.7, "count": count}
     images = labels.sum(0).tolist()
     more = {"class_average_precision": [0.8] * len(names), "class_images": images}
-    return {"split": "test", "model": figures | multi_label_metrics(logits, labels) | more}
+    return {"split": "test", "model": figures | added_metrics(logits, labels) | more}

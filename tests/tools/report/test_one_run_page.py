@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from made_runs import make_run
-from made_up import evaluation_by_counts, made_up_evaluation, made_up_run, multi_label_evaluation
+from made_up import evaluation_by_counts, made_up_evaluation, made_up_run, several_labels_evaluation
 
 from accel_train import cli
 from accel_train.config.schema import Config, Loss
 from accel_train.ownership.owner import Owner, publish_owner, write_private
+from accel_train.task import SEVERAL_LABELS
 from accel_train.tools.evaluate_run import accuracy_interval
 from accel_train.tools.report.curves import best_epoch
 from accel_train.tools.report.page import headline, page_of_run
@@ -76,8 +77,8 @@ def test_names_with_markup_and_several_labels() -> None:
     names = ["<script>alert(1)</script>", "a & b", "\u6f22\u5b57"]
     page = page_of_run(made_up_run(names, train=FALLING), made_up_evaluation(names, 60), [], ["<b>note</b>"])
     assert "<script>alert" not in page and "<b>note" not in page
-    several = made_up_run(names, multi_label=True, train=FALLING, val=TURNING, ema=FALLING)
-    page = page_of_run(several, multi_label_evaluation(names, 40, 0.5), [], [])
+    several = made_up_run(names, task=SEVERAL_LABELS, train=FALLING, val=TURNING, ema=FALLING)
+    page = page_of_run(several, several_labels_evaluation(names, 40, 0.5), [], [])
     assert "Mean average precision of the model on 40 test images: 80.0% finished" in text_of(page)
     assert "average precision" in page
 

@@ -17,6 +17,7 @@ from accel_train.config.schema import Data
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError
+from accel_train.task import ONE_LABEL, SEVERAL_LABELS
 from accel_train.tools.shards import write_shards
 
 IMAGES = ("a/1.png", "a/2.png", "b/3.png", "b/4.png", "c d/5.png", "6.png", "7.png")
@@ -64,7 +65,7 @@ SPLIT = "path,label,split\nb/4.png,dog,val\n7.png,dog,TRAIN\na/1.png,cat,train\n
 
 def test_the_columns_and_the_order_of_samples(images: Path) -> None:
     splits = load(images, SPLIT)
-    assert splits.classes == ("cat", "dog") and not splits.multi_label
+    assert splits.classes == ("cat", "dog") and splits.task is ONE_LABEL
     assert names(splits.train, images) == ["7.png", "a/1.png"] and splits.train.labels.tolist() == [1, 0]
     assert names(splits.validation, images) == ["b/3.png", "b/4.png"] and splits.validation.labels.tolist() == [0, 1]
     assert names(splits.test, images) == ["a/2.png"]
@@ -130,7 +131,7 @@ def test_numbers_and_names(images: Path, labels: list[str], classes: tuple[str, 
 def test_several_labels(images: Path) -> None:
     table = "path,label,split\n6.png,2;10,train\n7.png,2,train\na/1.png,;,train\na/2.png,10; 3,train\nb/3.png,3,val\n"
     splits = load(images, table)
-    assert splits.multi_label and splits.classes == ("2", "3", "10")
+    assert splits.task is SEVERAL_LABELS and splits.classes == ("2", "3", "10")
     assert splits.train.labels.dtype == torch.bool and splits.validation is not None
     assert splits.train.labels.int().tolist() == [[1, 0, 1], [1, 0, 0], [0, 0, 0], [0, 1, 1]]
     assert splits.validation.labels.int().tolist() == [[0, 1, 0]]
