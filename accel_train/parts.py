@@ -2,16 +2,6 @@
 
 `accel-train train` uses the same classes and functions: here are those that know nothing of classes and recipes, with a
 few lines around them. docs/from_python.md explains them, and examples/segmentation.py is a whole program.
-
-    from accel_train import parts
-
-    with parts.StopRequests() as requests:
-        accelerator = parts.connect()
-        plan = parts.share_batch(accelerator, samples=50_000, batch_size=256)
-        sampler = parts.TrainingSampler(plan, seed)
-        loader = parts.create_loader(accelerator, dataset, sampler)
-        with parts.Checkpoints(directory, accelerator, model, optimizer, requests, plan, seed=seed) as checkpoints:
-            state = checkpoints.restore()
 """
 
 from __future__ import annotations
@@ -71,14 +61,7 @@ def connect(**options: Any) -> Accelerator:
     return accelerator
 
 
-def share_batch(
-    accelerator: Accelerator,
-    samples: int,
-    batch_size: int,
-    virtual_batch: int | None = None,
-    *,
-    drop_last: bool = False,
-) -> Plan:
+def share_batch(accelerator: Accelerator, samples: int, batch_size: int, virtual_batch: int | None = None) -> Plan:
     """How an update of `batch_size` samples is shared by all processes, out of `samples` an epoch.
 
     One forward pass has one virtual batch of `virtual_batch` samples (default: see `virtual_batch_size`): the same
@@ -87,7 +70,7 @@ def share_batch(
     unit = virtual_batch or virtual_batch_size(batch_size, batchnorm=False, pairs=False)
     processes = accelerator.num_processes
     steps = accumulation_steps(batch_size, processes, unit, unit=unit, why=f"in virtual batches of {unit}")
-    return Plan(samples, batch_size, processes, steps, drop_last, unit)
+    return Plan(samples, batch_size, processes, steps, False, unit)
 
 
 def create_loader(
@@ -143,12 +126,11 @@ class Checkpoints(CheckpointStore):
         seed: int,
         settings: Mapping[str, Any] | None = None,
         save_every_seconds: float = 0.0,
-        keep: int = 2,
         take_over: bool = False,
     ) -> None:
         """`model` and `optimizer`: as Accelerate prepared them. `settings`: what else decides what is learned, fit for
         JSON; a run with other ones does not go on here, so leave out what may change, such as the number of epochs.
-        `save_every_seconds`: how often `requests.poll` asks for a save; 0: never. `keep`: so many of the newest.
+        `save_every_seconds`: how often `requests.poll` asks for a save; 0: never.
         `take_over`: own the directory even if it has an owner that seems alive.
         """
         if has_batchnorm(model):
@@ -164,12 +146,13 @@ class Checkpoints(CheckpointStore):
         self.settings = json.loads(json.dumps({**(settings or {}), **decided}))
         self._around, self._warned = ExitStack(), 0
         lease = Lease(self.directory, None)
-        super().__init__(self.directory / "checkpoints", accelerator, model, optimizer, lease=lease, keep=keep)
+        super().__init__(self.directory / "checkpoints", accelerator, model, optimizer, lease=lease)
 
     def __enter__(self) -> Checkpoints:
         accelerator, is_main = self.accelerator, self.accelerator.is_main_process
-        check_agreement(accelerator, settings=json.dumps(self.settings, sort_keys=True), **self._bits())
-        self.description = {"program": PROGRAM, "configuration": self.settings, "bits": self._bits()}
+        bits = what_bits_depend_on(accelerator) if torch.are_deterministic_algorithms_enabled() else {}
+        check_agreement(accelerator, settings=json.dumps(self.settings, sort_keys=True), **bits)
+        self.description = {"program": PROGRAM, "configuration": self.settings}
         with ExitStack() as around:
             self.lease = claim_run(accelerator, self._claim)
             around.callback(self.lease.release)
@@ -206,18 +189,6 @@ class Checkpoints(CheckpointStore):
         if wait:
             broadcast_from_main(self.accelerator, lambda: self._check_saved(state.update))
 
-    def publish_weights(self, update: int) -> None:
-        """Copy the weights of the checkpoint of `update` to model.safetensors in the directory. Collective.
-
-        Raises UnsavedError, on all processes, if that fails.
-        """
-        broadcast_from_main(self.accelerator, lambda: self._publish(update))
-
-    def _publish(self, update: int) -> None:
-        super().publish_weights(update)
-        if self.unpublished:
-            raise UnsavedError(f"{self.unpublished}.")
-
     def wait(self) -> None:
         """Wait until the last save is done, and warn if it has failed."""
         super().wait()
@@ -227,8 +198,9 @@ class Checkpoints(CheckpointStore):
 
     def _check_saved(self, update: int) -> None:
         if self.last_saved != update:
-            newest = "there is none" if self.last_saved is None else f"the newest one is of update {self.last_saved}"
-            raise UnsavedError(f"The checkpoint of update {update} could not be written to {self.folder}; {newest}.")
+            raise UnsavedError(
+                f"The checkpoint of update {update} could not be written to {self.folder}. Kept: {self.kept}."
+            )
 
     def _begin(self, update: int) -> None:
         """On the main process: say what was found, and record that this start trains from `update` on."""
@@ -251,12 +223,6 @@ class Checkpoints(CheckpointStore):
             )
         position = TrainState.from_saved(saved["train"], path)
         check_same_model(named_tensors(self.model), snapshot.model, path)
-        for name, value in self._bits().items():
-            if (old := saved["bits"].get(name)) != value:
-                self.notes.append(f"changed since the checkpoint: {name} {old} -> {value}: the bits may be others now")
         optimizer = self.matching_optimizer(path, snapshot, position, ())
         plan = RestorePlan(saved, position, outline(optimizer))
         return plan, Snapshot(snapshot.model, None, optimizer, saved)
-
-    def _bits(self) -> dict[str, str]:
-        return what_bits_depend_on(self.accelerator) if torch.are_deterministic_algorithms_enabled() else {}

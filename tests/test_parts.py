@@ -110,7 +110,7 @@ def test_a_failed_save_is_a_warning_and_the_last_one_is_an_error(saved: Path, mo
             patch.setattr(store, "write_checkpoint", full)
             own.step(state)
             checkpoints.save(state)
-            with pytest.raises(parts.UnsavedError, match=r"update 2 could not .*; the newest one is of update 1\.$"):
+            with pytest.raises(parts.UnsavedError, match=r"update 2 could not .*\. Kept: the checkpoint of update 1, "):
                 checkpoints.save(state, wait=True)
         assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
             "not saved: checkpoint of update 2: OSError: [Errno 28] No space left on device"
@@ -119,13 +119,14 @@ def test_a_failed_save_is_a_warning_and_the_last_one_is_an_error(saved: Path, mo
         assert checkpoints.last_saved == 2
 
 
-def test_weights_that_cannot_be_published_are_an_error(saved: Path) -> None:
+def test_weights_that_cannot_be_published_are_a_warning(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     own = Own(saved, width=[1, 2])
     (saved / "model.safetensors").mkdir()
     with own.checkpoints as checkpoints:
         state = checkpoints.restore()
-        with pytest.raises(parts.UnsavedError, match=r"^the final weights are only in .*/run/checkpoints: "):
-            checkpoints.publish_weights(state.update)
+        checkpoints.publish_weights(state.update)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("not saved: the final weights are only in ")
     assert [path.name for path in saved.glob(".*")] == []
 
 
