@@ -1,4 +1,4 @@
-"""Trackers: a run's curves, settings and result in TensorBoard, Weights & Biases or MLflow, by Accelerate's classes.
+"""Trackers: a run's curves and settings in TensorBoard, Weights & Biases or MLflow, by Accelerate's classes.
 
 A run that is killed repeats the updates after its last checkpoint, and no value may appear twice. So a tracker gets a
 step only when it is final: when a checkpoint of a later update, or of the finished epoch, is complete on the disk, or
@@ -59,7 +59,8 @@ def point_of(line: Mapping[str, Any]) -> Point | None:
     """The point of a line of metrics.jsonl; None if the line has no curves."""
     if line.get("kind") not in ("train", "eval") or not is_count(line.get("update")):
         return None
-    numbers = {name: value for name, value in numbers_in(line).items() if name not in OF_THE_LINE}
+    # JSON keeps NaN as null, which is no number.
+    numbers = {name: value for name, value in line.items() if type(value) in (int, float) and name not in OF_THE_LINE}
     if line["kind"] == "train":
         values = {NAMES.get(name, f"train/{name}"): value for name, value in numbers.items()}
     else:
@@ -68,13 +69,6 @@ def point_of(line: Mapping[str, Any]) -> Point | None:
         values = {f"{split}{weights}/{name}": value for name, value in numbers.items()}
     epoch, time = line.get("epoch", 0), line.get("time", 0.0)
     return Point(line["update"], epoch if is_count(epoch) else 0, float(time) if is_number(time) else 0.0, values)
-
-
-def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among some values: neither null, as which JSON keeps NaN, nor true and false."""
-    return {
-        name: value for name, value in values.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
 
 
 class Service:
@@ -98,11 +92,6 @@ class Service:
         text = json.dumps(self._read() | {self.name: self.memory}, indent=2) + "\n"
         atomic_write(self.run / FILE, text, durable=False)
 
-    def forget(self) -> None:
-        """Forget the run that was in the directory before this one."""
-        self.memory, self.id, self.last = {}, None, -1
-        self.keep()
-
     def begin(self) -> None:
         """Start the tracker."""
         raise NotImplementedError
@@ -124,34 +113,19 @@ class Service:
     def _log(self, point: Point) -> None:
         self.tracker.log(point.values, step=point.step)
 
-    def finish(self, result: Mapping[str, Any], when: float) -> None:
-        """Log the figures of result.json, of the time `when`, unless they are there."""
-        if self.memory.get("result") != result["updates"]:
-            self.keep(result=result["updates"])
-            values = {f"result/{name}": value for name, value in numbers_in(result).items()}
-            self._log(Point(result["updates"], 0, when, values))
-
     def close(self) -> None:
         self.tracker.finish()
 
 
 class TensorBoard(Service):
-    """Files in RUN/tensorboard, which anybody may read at any time. A new file replaces the steps of older ones from a
-    given one on. So "sent" is written after the steps: what a kill makes come twice is shown once."""
+    """Files in RUN/tensorboard, which anybody may read at any time. Each start writes a new one, which replaces the
+    steps of older ones from a given one on."""
 
     def begin(self) -> None:
         self._start("tensorboard", self.run, purge_step=self.last + 1)
         kinds = (bool, int, float, str)
         settings = self.settings.items()
         self.tracker.store_init_configuration({k: v if isinstance(v, kinds) else str(v) for k, v in settings})
-
-    def send(self, points: Sequence[Point]) -> None:
-        new = [point for point in points if point.step > self.last]
-        for point in new:
-            self._log(point)
-        if new:
-            self.last = new[-1].step
-            self.keep(sent=self.last)
 
     def _log(self, point: Point) -> None:
         self.tracker.log(point.values, step=point.step, walltime=point.time)
@@ -188,9 +162,6 @@ class WandB(Service):
     def _log(self, point: Point) -> None:
         self.tracker.log(point.values | {"_timestamp": point.time}, step=point.step)
 
-    def finish(self, result: Mapping[str, Any], when: float) -> None:
-        self.tracker.tracker.summary.update(numbers_in(result))
-
 
 class MLflow(Service):
     """One run of MLflow, whose id the server chooses."""
@@ -224,8 +195,7 @@ def check_trackers(names: Sequence[str], option: str = "--trackers") -> None:
 def send_final(run: Path, service: Service) -> tuple[int, int]:
     """Send what is final and new; return how many steps are final, and how many are not yet."""
     # The checkpoints and the result first: what they make final is in the lines that are read after them.
-    result, updates = read_result(run), list_updates(run / "checkpoints")
-    is_finished = isinstance(result.get("updates"), int)
+    is_finished, updates = bool(read_result(run)), list_updates(run / "checkpoints")
     points: dict[int, Point] = {}
     saved = (updates[-1] if updates else 0, 0)  # the newest checkpoint's update, and the epoch that goes on after it
     for line in read_json_lines(run / "metrics.jsonl"):
@@ -237,8 +207,6 @@ def send_final(run: Path, service: Service) -> tuple[int, int]:
     # A run that resumes from the checkpoint keeps these, and all their lines are written.
     final = [points[step] for step in sorted(points) if is_finished or (step, points[step].epoch) < saved]
     service.send(final)
-    if is_finished:
-        service.finish(result, (run / "result.json").stat().st_mtime)
     return len(final), len(points) - len(final)
 
 
@@ -263,7 +231,7 @@ class Trackers:
             case events.UpdateDone():
                 return self.warnings()
             case events.Started():
-                self.begin(resumed=event.resumed)
+                self.begin()
             case events.SaveCommitted():
                 self._asked.set()
             case events.Ended() if event.result is not None:
@@ -272,12 +240,12 @@ class Trackers:
                 return self.end(STOP_SECONDS)
         return ()
 
-    def begin(self, *, resumed: bool) -> None:
-        self._thread = threading.Thread(target=self._work, args=(resumed,), name="trackers", daemon=True)
+    def begin(self) -> None:
+        self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
         self._asked.set()
         self._thread.start()
 
-    def _work(self, resumed: bool) -> None:
+    def _work(self) -> None:
         """In the thread: send what is final whenever somebody asks, and once more at the end."""
         while self._services:
             self._asked.wait()
@@ -286,8 +254,6 @@ class Trackers:
             for service in self._services.copy():
                 try:
                     if service.tracker is None:
-                        if not resumed:
-                            service.forget()
                         service.begin()
                     send_final(self.run, service)
                     if is_ending:

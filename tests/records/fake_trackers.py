@@ -21,7 +21,7 @@ class FakeWandB:
     def init(self, **options: Any) -> Any:
         self.calls.append(options)
         rows: list[dict[str, Any]] = []
-        new = SimpleNamespace(rows=rows, config={}, summary={}, offline=self.offline, finished=0)
+        new = SimpleNamespace(rows=rows, config={}, offline=self.offline, finished=0)
         self.run = run = self.runs.setdefault(options["id"], new)
         run.starting_step = 0 if self.offline or not run.rows else run.rows[-1]["_step"] + 1
         run.log, run.finish = self.log, self.finish
