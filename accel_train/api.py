@@ -29,18 +29,14 @@ if TYPE_CHECKING:
     from accel_train.config.schema import Config
     from accel_train.run.ending import TrainingResult
     from accel_train.tools.audit import AuditResult
-    from accel_train.tools.bench import BenchResult
-    from accel_train.tools.doctor.doctor import Diagnosis
     from accel_train.tools.evaluate_run import EvaluationResult
     from accel_train.tools.export.export import ExportResult
     from accel_train.tools.find_lr import LearningRates
     from accel_train.tools.load_run import LoadedRun, Prediction
     from accel_train.tools.report.preview import PreviewResult
     from accel_train.tools.report.report import ReportResult
-    from accel_train.tools.shards import ShardsResult
 
-__all__ = ["bench", "check_data", "doctor", "evaluate", "export", "find_lr", "load_run"]
-__all__ += ["predict", "preview", "report", "shards", "train"]
+__all__ = ["check_data", "evaluate", "export", "find_lr", "load_run", "predict", "preview", "report", "train"]
 
 
 def train(
@@ -191,36 +187,6 @@ def check_data(
     places = [None if path is None else Path(path) for path in (output, json_file)]
     with _configured({"data": data}, (), {}) as (config, _):
         return audit(config.data, output=places[0], json_file=places[1], processes=processes)
-
-
-def shards(data: Any, output: str | Path, **options: Any) -> ShardsResult:
-    """Write a data set, `data` as `train` takes it, as WebDataset shards into `output`: see tools/shards.py."""
-    prepare_environment()
-    from accel_train.tools.shards import write_shards
-
-    with _configured({"data": data}, (), {}) as (config, _):
-        return write_shards(config.data, Path(output), **options)
-
-
-def doctor(recipe: str | Path | Mapping[str, Any], *words: str, **options: Any) -> Diagnosis:
-    """Check nodes, data and job limits before a long run. For `skip` see doctor/doctor.py."""
-    launch = prepare_environment()
-    from accel_train.tools.doctor.doctor import doctor as examine
-
-    with _configured(recipe, words, {}) as (config, _):
-        return examine(launch, config, **options)
-
-
-def bench(recipe: str | Path | Mapping[str, Any], *words: str, place: str | Path = ".", **options: Any) -> BenchResult:
-    """Measure how fast a recipe trains, and what limits it. For `rounds`, … see bench/bench.py.
-
-    `place`: folder in which the runs are kept while they are needed.
-    """
-    launch = prepare_environment()
-    from accel_train.tools.bench import bench as measure
-
-    with _configured(recipe, words, {}) as (config, _):
-        return measure(launch, config, Path(place), **options)
 
 
 def preview(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.api import doctor, evaluate, export, load_run, predict, preview, report, train
+from accel_train.api import evaluate, export, load_run, predict, preview, report, train
 from accel_train.errors import UserError
 
 SMALL = {"base": "digits", "epochs": 1, "data": {"train_limit": 400, "test_limit": 60}, "optim": {"lr": 1e-2}}
@@ -100,25 +100,6 @@ def test_export_and_report_return_what_they_have_written(run: Path, tmp_path: Pa
     assert report(run, run, output=page.path).figures == page.figures  # one run, and no comparison of it with itself
     shutil.copytree(run, tmp_path / "copy")
     assert report(run, tmp_path / "copy", output=page.path).figures == {}
-
-
-@pytest.mark.slow
-def test_doctor_and_bench_return_what_they_have_found(tmp_path: Path) -> None:
-    script = f"""
-import json, os
-from accel_train.api import bench, doctor
-diagnosis = doctor({SMALL!r}, skip=["room", "matmul"])
-figures = bench("digits", rounds=1, updates=2, place={str(tmp_path)!r}).figures
-told = json.dumps([diagnosis.failed, *diagnosis.findings]) + json.dumps(figures["processes"])
-os.write(1, f"told: {{told}}\\n".encode())  # in one piece: both processes write to one pipe
-"""
-    done = helpers.python("-c", script, cwd=tmp_path, processes=2, timeout=200)
-    assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()  # and nothing else
-    assert first == second and first.startswith('told: [[], "') and first.endswith("]2")
-    assert '"room"' not in first and [*tmp_path.iterdir()] == []
-    with pytest.raises(UserError, match="no check is named"):
-        doctor("digits", skip=["nothing"])
 
 
 def test_evaluate_returns_the_same_on_each_process_and_again(run: Path, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train import api
 from accel_train.cli.data import shards as shards_command
 from accel_train.config.schema import Data
 from accel_train.config.url import Url
@@ -29,6 +28,7 @@ from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError
 from accel_train.tools.shards import ShardsResult, ShardWriter, write_shards
+from accel_train.user_code.reference import GIVEN, provided
 
 SIZE = "60kB"  # of a shard: a few hold all images of a test
 NUMBERS = np.random.default_rng(0)
@@ -156,14 +156,19 @@ class TestWhatIsWritten:
 
     def test_datasets_of_a_user(self, tmp_path: Path) -> None:
         images = torch.randint(0, 256, (30, 3, 9, 9), dtype=torch.uint8)
-        data = torch.utils.data.TensorDataset(images, torch.arange(30) % 2)
-        result = api.shards({"train": data, "test": data}, tmp_path / "out", processes=1)
+        numbers = torch.arange(30) % 2
+
+        def write(images: torch.Tensor, name: str) -> ShardsResult:
+            data = torch.utils.data.TensorDataset(images, numbers)
+            with provided({"data.name": {"train": data, "test": data}}):
+                return write_shards(Data(name=GIVEN["data.name"][0]), tmp_path / name, processes=1)
+
+        result = write(images, "out")
         found = load_splits(Data(name="wds", root=tmp_path / "out"), 0)
         expected = sorted((b"[3, 9, 9]" + x.numpy().tobytes(), id % 2) for id, x in enumerate(images))
         assert samples(found.train) == samples(found.test) == expected and result.images == 60
-        floats = torch.utils.data.TensorDataset(images / 255, torch.arange(30) % 2)
         with pytest.raises(UserError, match=r"is float32 \[3, 9, 9\]: only images of 8 bits with 1 or 3 channels"):
-            api.shards({"train": floats}, tmp_path / "floats", processes=1)
+            write(images / 255, "floats")
         assert not list((tmp_path / "floats").glob("*.tar"))
 
     def test_a_division_is_written_as_splits(self, pets: Path, tmp_path: Path) -> None:
