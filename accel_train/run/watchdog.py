@@ -83,6 +83,8 @@ class End(NamedTuple):
     text: str
     with_stacks: bool
     """Whether all processes write their stacks."""
+    code: int = 1
+    """The exit code of all processes: that of the error, 1 unless the user's input is wrong."""
 
 
 class ProgressStore:
@@ -166,9 +168,9 @@ class ProgressStore:
         """Why the run ends, or None if it does not."""
         return End(*json.loads(self._store.get("end"))) if self._store.check(["end"]) else None
 
-    def announce_end(self, text: str, *, with_stacks: bool) -> End:
+    def announce_end(self, text: str, *, with_stacks: bool, code: int = 1) -> End:
         """Announce why the run ends. Returns the announcement that counts: the first one, of any process."""
-        announcement = json.dumps(End(self.rank, text, with_stacks))
+        announcement = json.dumps(End(self.rank, text, with_stacks, code))
         return End(*json.loads(self._store.compare_set("end", "", announcement)))
 
     def report_stacks(self, seconds: float) -> None:
@@ -381,18 +383,18 @@ class Watchdog:
             text = f"rank {self.rank} on {hostname()}: {text}"
         if isinstance(error, KeyboardInterrupt):
             text = "Ctrl-C twice: stopped at once, without a checkpoint"
-        first, lost = self.rank, ""
+        first, lost, code = self.rank, "", error.code if isinstance(error, UserError) else 1
         try:
             if self.world_size > 1 and isinstance(error, RuntimeError) and self._store.end() is None:
                 lost = self._store.find_lost(3 * self.tick, self._leaving)
-            end = self._store.announce_end(lost or text, with_stacks=False)
-            first, text = end.rank, end.text
+            end = self._store.announce_end(lost or text, with_stacks=False, code=code)
+            first, text, code = end.rank, end.text, end.code
         except RuntimeError:  # the store's
             if isinstance(error, RuntimeError):  # a collective's, which has failed together with it
                 lost = text = f"{hostname()} has lost rank 0, which was killed, or its node: {reason_of(error, 200)}"
         if self.rank in (0, first):
             self.run.fail(text)
         if first != self.rank and isinstance(error, RuntimeError):  # of these processes only the main one prints it
-            raise UserError(f"Rank {self.rank} ends with rank {first}, which says: {text}") from error
-        if lost:
-            raise UserError(lost, every_process=False) from error
+            raise UserError(f"Rank {self.rank} ends with rank {first}, which says: {text}", code=code) from error
+        if lost:  # nobody can correct that: the job script says how to continue
+            raise UserError(lost, every_process=False, code=1) from error

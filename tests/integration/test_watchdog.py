@@ -94,11 +94,14 @@ def test_job_that_was_suspended_for_long_goes_on(tmp_path: Path, processes: int)
 
 @pytest.mark.ci
 def test_killed_process_is_named_first(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, processes=2, launcher=True) as run:
+    start = tmp_path / "starts" / "1" / "now"  # as a job script has it
+    start.mkdir(parents=True)
+    with started(tmp_path / "run", *LONG, processes=2, launcher=True, ACCEL_TRAIN_START=str(start)) as run:
         run.until_trained(5)
         os.kill(run.pids()[1], signal.SIGKILL)
         assert run.ended(60) != 0
         assert run.status["state"] == "failed"
+        assert (start / "exit-code").read_text() == "1\n"  # no mistake of the user's, who can continue the run
         assert "A process was killed, or its node is lost: rank 1 on" in run.status["reason"]
         assert first_error(run).startswith("accel-train: error: A process was killed"), run.output
 
