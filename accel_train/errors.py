@@ -60,8 +60,8 @@ class UntrustedError(UserError):
         self.what = what
 
 
-class MetricError(UserError):
-    """A metric of --metrics has failed in an evaluation. All processes raise it."""
+class EvaluationError(UserError):
+    """An image cannot be read in an evaluation, or a metric of --metrics has failed. All processes raise it."""
 
 
 def raise_mistakes(mistakes: Iterable[str]) -> None:

@@ -11,7 +11,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.data.loading import InputPipeline
+from accel_train.data.memory import MemoryLoader
 from accel_train.data.sources.splits import count_classes
+from accel_train.errors import EvaluationError, UserError
+from accel_train.launch.agreement import fail_together
 from accel_train.records.metrics import Evaluation, OwnMetrics
 from accel_train.task import SplitMetric, top5
 
@@ -32,8 +35,9 @@ def evaluate(
 
     `pipeline`: one with an EvaluationSampler. `through`: wraps the iterator over its batches and must not read ahead.
     `keep_logits`: return labels and logits, too, on the main process. The precision is the accelerator's, whether or
-    not the model was prepared (the EMA is not). `own`: the metrics of --metrics. Raises MetricError, on all processes,
-    if one of them fails, and RuntimeError unless each sample was evaluated exactly once.
+    not the model was prepared (the EMA is not). `own`: the metrics of --metrics. Raises EvaluationError, on all
+    processes, if a metric fails or an image cannot be read, and RuntimeError unless each sample was evaluated exactly
+    once.
     """
     model.eval()
     task, keep_logits = pipeline.task, keep_logits or own is not None
@@ -41,7 +45,10 @@ def evaluate(
     needed = {metric.predict for metric in means}
     batches: list[tuple[Tensor, ...]] = []
     kept: list[Tensor] = []
-    for batch in through(pipeline.batches):
+    read = through(pipeline.batches)
+    if not isinstance(pipeline.loader, MemoryLoader):  # in memory there is no image that cannot be read
+        read = read_together(accelerator, read)
+    for batch in read:
         inputs, labels = pipeline.transform(batch)
         with accelerator.autocast():
             # A copy: the CUDA graphs of torch.compile write the output of each call to the same memory.
@@ -98,3 +105,12 @@ def evaluate(
             confusion = counts.view(classes, classes).tolist()
     images = count_classes(labels, classes)
     return Evaluation(figures, len(ids), of_classes, images, confusion, labels, all_logits, broken)
+
+
+def read_together(accelerator: Accelerator, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches; if a process cannot read an image of its next one, all raise EvaluationError. Collective."""
+    try:
+        while (batch := fail_together(accelerator, lambda: next(batches, None))) is not None:
+            yield batch
+    except UserError as error:
+        raise EvaluationError(*error.messages) from error

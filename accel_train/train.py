@@ -30,7 +30,7 @@ from itertools import chain, islice
 
 from accel_train import models
 from accel_train.config.schema import Config
-from accel_train.data.loading import HeldOutCheck, start_workers_early
+from accel_train.data.loading import start_workers_early
 from accel_train.evaluate import Batch
 from accel_train.launch.agreement import broadcast_from_main, fail_together, naming_a_loss
 from accel_train.launch.environment import Launch
@@ -83,14 +83,11 @@ def train(
             fail_together(accelerator, lambda: import_libraries(config))
             splits = load_data(config, accelerator, lambda: stop_requests.reason)
             own_metrics = create_own_metrics(config.metrics, accelerator, splits)
-            # Tries to open the images of validation and test in the background, while the model is created.
-            check = HeldOutCheck(splits, launch.rank, launch.world_size)
             with memory_advice(f"at the start, before the first update: {LESS_MEMORY}"):
                 setup = create_training_setup(
                     config, launch, accelerator, splits, weights=start.weights, published=not start.resumes
                 )
-            warnings = (*setup.warnings, *check.finish(accelerator))
-            setup = dataclasses.replace(setup, warnings=warnings, own_metrics=own_metrics)
+            setup = dataclasses.replace(setup, own_metrics=own_metrics)
             if check_rest is not None:
                 check_rest(setup)
             run = Run(setup, lease, finished, stop_requests, began, observers)

@@ -41,6 +41,7 @@ def evaluated(logits: Tensor, *batches: list[int], model: nn.Module | None = Non
     transform.num_classes = 3
     numbers = [torch.tensor(ids) for ids in batches]
     pipeline = SimpleNamespace(
+        loader=None,
         batches=[{"ids": ids.abs(), "weights": (ids >= 0).float()} for ids in numbers],
         transform=transform,
         samples=len(LABELS),
@@ -116,7 +117,7 @@ def test_the_next_call_overwrites_no_result(task: Task) -> None:
         def __call__(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
             return batch["inputs"], batch["labels"]
 
-    pipeline: Any = SimpleNamespace(batches=batches, samples=SAMPLES, task=task, transform=Transform())
+    pipeline: Any = SimpleNamespace(loader=None, batches=batches, samples=SAMPLES, task=task, transform=Transform())
     found = evaluate(Accelerator(cpu=True), Overwriting(), pipeline, keep_logits=True)
     expected = evaluate(Accelerator(cpu=True), nn.Identity(), pipeline, keep_logits=True)
     assert found.logits is not None and torch.equal(found.logits, logits)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from accel_train.config.declaration import TAKEN_NAMES
 from accel_train.data.sources.splits import Splits
-from accel_train.errors import MetricError, UserError
+from accel_train.errors import EvaluationError, UserError
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.task import LOWER_IS_BETTER, Metric, Task
 from accel_train.user_code.loading import call, load, showing_user_lines
@@ -198,7 +198,7 @@ class OwnMetrics:
         """The figures of a split, on all processes; NaN if its logits are `broken`, that is, some are no numbers.
 
         `logits`: float32 [n, classes], needed on the main process alone. `labels`: int64 [n], or bool [n, classes].
-        Raises MetricError on all processes if a metric fails.
+        Raises EvaluationError on all processes if a metric fails.
         """
 
         def compute() -> dict[str, float]:
@@ -209,7 +209,7 @@ class OwnMetrics:
         try:
             return broadcast_from_main(self.accelerator, compute)
         except UserError as error:
-            raise MetricError(*error.messages) from error
+            raise EvaluationError(*error.messages) from error
 
 
 @contextmanager

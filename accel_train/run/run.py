@@ -16,7 +16,7 @@ from accel_train.checkpoint.directory import checkpoint_path
 from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.data.loading import evaluation_batch_size
-from accel_train.errors import MetricError, is_terminal, one_line
+from accel_train.errors import EvaluationError, is_terminal, one_line
 from accel_train.evaluate import Batch, evaluate
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
@@ -306,13 +306,11 @@ class Run:
                     self.evaluations[name] = evaluate(
                         self.accelerator, model, self.setup.evaluations[split], through, own=self.setup.own_metrics
                     )
-            except MetricError as error:  # raised by all processes: what was trained is not lost by it
+            except EvaluationError as error:  # raised by all processes: what was trained is not lost by it
                 self.save(wait=True)
                 newest = broadcast_from_main(self.accelerator, lambda: self.checkpoints.last_saved)
-                saved = (
-                    f"Saved: update {newest} of {self.state.update}; correct the metric, then: {self.resume_command}"
-                )
-                raise MetricError(*error.messages, saved) from error
+                saved = f"Saved: update {newest} of {self.state.update}; correct this, then: {self.resume_command}"
+                raise EvaluationError(*error.messages, saved) from error
             self._log_evaluation(name, self.evaluations[name].figures, self.evaluations[name].count)
             warning = self.evaluations[name].warning(name)
             if warning is not None and not self._warned_of_nan:  # once: the next epochs will hardly be better

@@ -136,7 +136,7 @@ def test_an_exception_ends_all_processes_with_its_line_and_nothing_is_lost(tmp_p
     text = failed.stdout + failed.stderr
     assert "--metrics mine.py:failing: ValueError: no such digit (mine.py, line " in text
     assert "in failing: `raise ValueError" in text
-    assert "Saved: update 20 of 20; correct the metric, then: " in text
+    assert "Saved: update 20 of 20; correct this, then: " in text
     assert text.count("ValueError: no such digit") == 1 and "Traceback" not in text
     assert (run / "checkpoints/update-00000020").exists()
     mine.write_text(FAILING.replace("calls > 2", "False"))

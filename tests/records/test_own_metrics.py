@@ -16,7 +16,7 @@ from sklearn.metrics import balanced_accuracy_score, log_loss, roc_auc_score
 from torch import Tensor
 
 from accel_train.config.options import parse
-from accel_train.errors import MetricError, UserError
+from accel_train.errors import EvaluationError, UserError
 from accel_train.evaluate import evaluate
 from accel_train.records import metrics as own
 from accel_train.records.metrics import Evaluation, OwnMetrics
@@ -112,6 +112,7 @@ def test_it_is_in_an_evaluation_also_if_an_output_is_nan() -> None:
     transform: Any = lambda batch: (logits[batch["ids"]], LABELS[batch["ids"]])  # noqa: E731
     transform.num_classes = CLASSES
     pipeline: Any = SimpleNamespace(
+        loader=None,
         batches=[{"ids": ids, "weights": torch.ones(25)} for ids in torch.arange(SAMPLES).split(25)],
         transform=transform, samples=SAMPLES, task=ONE_LABEL,
     )  # fmt: skip
@@ -142,7 +143,7 @@ def failing_later(logits: Tensor, targets: Tensor) -> float:
 def test_an_exception_names_the_metric_and_its_line() -> None:
     metrics = created(failing=failing_later, right=right)
     for _ in range(2):
-        with pytest.raises(MetricError, match="no sample of class 2") as caught:
+        with pytest.raises(EvaluationError, match="no sample of class 2") as caught:
             figures(metrics)
     line = next(
         n

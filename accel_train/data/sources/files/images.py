@@ -29,9 +29,6 @@ _LIMIT_LOCK = threading.Lock()
 _LIMITS: list[int | None] = []
 """Pillow's limit as it was before, and one entry for each thread that is decoding."""
 
-END_MARKERS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
-
-
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -120,11 +117,6 @@ class LazyImage:
             return None
         with _strictly(self.max_pixels):
             return largest_of_16_bits(self._opened())
-
-    def looks_truncated(self) -> bool:
-        """Whether the file lacks its format's end marker at its end: truncated, or followed by other data."""
-        format = "JPEG" if self.reducible else self._opened().format
-        return not self.data.endswith(END_MARKERS.get(format or "", b""))
 
     def pixels(self) -> torch.Tensor:
         """The pixels, uint8 [channels, H, W]. Raises ImageError."""

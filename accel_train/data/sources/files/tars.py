@@ -339,9 +339,6 @@ class RawImage(LazyImage):
     def largest_of_16_bits(self) -> None:
         return None
 
-    def looks_truncated(self) -> bool:
-        return False
-
     def pixels(self) -> torch.Tensor:
         values = torch.frombuffer(self.bytes, dtype=torch.uint8)  # no copy: pixels outside the crop are not read
         return values.view(self.height, self.width, -1).permute(2, 0, 1)
