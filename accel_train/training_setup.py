@@ -20,7 +20,6 @@ from accel_train.config.schema import Config
 from accel_train.data.loading import InputPipeline, create_input
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.order.samplers import TrainingSampler
-from accel_train.data.sources.files.encoded import depth_notes
 from accel_train.data.sources.load import Splits
 from accel_train.errors import UserError, counted
 from accel_train.launch.accelerator import collective_seconds, create_accelerator
@@ -204,7 +203,7 @@ def create_training_setup(
         step=step,
         verdict=verdict,
         criterion=criterion,
-        warnings=(*_warnings(config, verdict, plan), *plan.warnings(), *depth_notes(splits.train)),
+        warnings=(*_warnings(config, verdict, plan), *plan.warnings()),
         loaded=loaded,
         from_checkpoint=not published and (config.model.pretrained or config.model.weights is not None),
         **create_input(config, accelerator, splits, size, memory_format, plan),

@@ -145,8 +145,8 @@ class Data:
     ] = 178_956_970
     """Refuse larger images: a small malicious file can fill the memory when decoded."""
     range: Annotated[tuple[float, float] | None, RANGE] = None
-    """The values of black and white in images of more than 8 bits, such as 0 1 or 0 4095; default: 0 65535 for 16 bits;
-    floats and 32-bit integers have none, and are refused."""
+    """The values of black and white in images of more than 8 bits, such as 0 1 or 0 65535; default: such images are
+    refused."""
     workers: Annotated[int | None, NOT_NEGATIVE, Free("how an update is computed, not its result")] = None
     """Image-loading workers of each process; default: 0 for data in memory, else all cores."""
     channels: Annotated[int, CHANNELS] = 3

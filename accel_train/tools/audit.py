@@ -30,7 +30,7 @@ from torch.nn.functional import interpolate
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.divide import check_own_list, default_list, divide, real, write_list
-from accel_train.data.sources.files.encoded import EncodedImages, depth_notes
+from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.load import read_splits
 from accel_train.data.sources.splits import Source, Splits, count_classes, label_numbers, names_root, unwrap_subset
 from accel_train.errors import UserError, first_of, writing
@@ -244,7 +244,7 @@ def check_data(
     }
     findings = tuple(_findings(splits, images, records, unreadable))
     ignored = [f"Not used: {splits.ignored}."] if splits.ignored else []  # HEIC and raw files may be among them
-    notes = (*splits.notes, *depth_notes(splits.train), *ignored)
+    notes = (*splits.notes, *ignored)
     result = AuditResult(
         data.name, data.root, images, findings, mistakes, notes, tuple(unreadable), sizes, json_file, listed
     )

@@ -31,8 +31,6 @@ from accel_train.data.sources.files.images import (
     ImageError,
     ValueRange,
     default_mean_std,
-    few_bits_notes,
-    largest_of_16_bits,
     to_tensor,
 )
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, numbered, splits_of_files
@@ -420,7 +418,6 @@ def user_data(data: Data, reference: Reference) -> Splits:
         for split, dataset in datasets.items()
     }
     channels = pixels.shape[0]
-    largest = largest_of_16_bits(image) if _is_pillows(image) else None
     is_float = pixels.is_floating_point()
     if is_float:
         mean, std = (0.0,) * channels, (1.0,) * channels
@@ -434,7 +431,6 @@ def user_data(data: Data, reference: Reference) -> Splits:
         image_size=None if shape is None else shape[1],
         mean=mean,
         std=std,
-        notes=tuple(few_bits_notes([largest])) if data.range is None and largest is not None else (),
         full_scale=1 if is_float else 255,
         value_range=data.range if shape is None else None,
     )

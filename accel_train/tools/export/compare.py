@@ -76,7 +76,7 @@ def _as_file(file: Path, pixels: Tensor, new: Path) -> Path:
     """The image's own file; or `new`, written, if it has none, or one of more than 8 bits, which must be converted."""
     if file.is_file():
         with Image.open(file) as opened:
-            if not opened.mode.startswith("I") and not is_deep(opened):
+            if not is_deep(opened):
                 return file
     Image.fromarray(pixels.permute(1, 2, 0).squeeze(2).contiguous().numpy()).save(new)
     return new

@@ -56,7 +56,7 @@ IMAGES = {  # mode and kind of file
     "F.tif": Image.fromarray(GREY.astype(np.float32) * 16),
 }
 RANGES = (None, (0.0, 4095.0))
-REFUSED = {None: {"I.tif", "F.tif"}, RANGES[1]: set()}
+REFUSED = {None: {"I;16.png", "I;16.tif", "I;16B.tif", "I.tif", "F.tif"}, RANGES[1]: set()}
 """Because nothing says which value is white."""
 
 
@@ -66,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, object], P
     folder = tmp_path_factory.mktemp("runs")
     for kind in "ab":
         (folder / "data" / kind).mkdir(parents=True)
-        Image.fromarray(GREY.astype(np.uint16) * 16).save(folder / "data" / kind / "1.png")
+        Image.fromarray(GREY).save(folder / "data" / kind / "1.png")
     runs: dict[tuple[int, object], Path] = {}
     for channels in (1, 3):
         for number, value_range in enumerate(RANGES):

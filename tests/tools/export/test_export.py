@@ -326,7 +326,7 @@ def test_images_of_16_bits_are_compared_with_8(
         pixels = np.asarray(Image.open(file).convert("L")).astype(np.uint16) * 257
         (deep / file.parent.name).mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(deep / file.parent.name / f"{file.stem}.png")
-    run = run_of(tmp_path / "other", deep, "test_resnet", 32, channels=1)
+    run = run_of(tmp_path / "other", deep, "test_resnet", 32, "--data.range", "0", "65535", channels=1)
     assert exported(run, "timm") == 0
     assert "the same class as predict for 6 of 6 images; pixels differ by at most 1.0 of 255" in capsys.readouterr().out
 

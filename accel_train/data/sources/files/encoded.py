@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.images import MAX_PIXELS, Box, ImageError, LazyImage, few_bits_notes, range_text
-from accel_train.data.sources.splits import Source, unwrap_subset
+from accel_train.data.sources.files.images import MAX_PIXELS, Box, ImageError, LazyImage, range_text
 from accel_train.errors import UserError
 from accel_train.untrusted import TooLargeError, read_regular_file
 
@@ -125,27 +124,3 @@ def file_state(path: Path) -> str:
     except FileNotFoundError:
         return "missing"
     return f"{status.st_size} {status.st_mtime_ns}"
-
-
-LOOKED_AT = 4  # images: those of a camera can have 20 million pixels each
-
-
-def depth_notes(source: Source) -> list[str]:
-    """A warning if a few images of `source`, spread over it, would be all too dark.
-
-    An image that cannot be read is left out.
-    """
-    held, ids = unwrap_subset(source)
-    if not isinstance(held, EncodedImages) or held.value_range is not None:
-        return []
-    count = min(len(source), LOOKED_AT)
-    largest: list[int] = []
-    for number in range(count):
-        position = number * (len(source) - 1) // max(1, count - 1)
-        id = position if ids is None else int(ids[position])
-        try:
-            if (value := held.open(id).largest_of_16_bits()) is not None:
-                largest.append(value)
-        except (UserError, ImageError):
-            continue
-    return few_bits_notes(largest)

@@ -8,7 +8,7 @@ import re
 import struct
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,13 +110,6 @@ class LazyImage:
     def _check_size(self) -> None:
         if self.stored_width * self.stored_height > self.max_pixels:
             raise _too_many(self.stored_width * self.stored_height, self.max_pixels)
-
-    def largest_of_16_bits(self) -> int | None:
-        """The largest value of an image of 16 bits; None: it has other bits. Raises ImageError."""
-        if self.reducible:
-            return None
-        with _strictly(self.max_pixels):
-            return largest_of_16_bits(self._opened())
 
     def pixels(self) -> torch.Tensor:
         """The pixels, uint8 [channels, H, W]. Raises ImageError."""
@@ -264,11 +257,11 @@ def _as_tensor(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
     return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
 
 
-# Images of more than 8 bits a channel: which of their values are black and white, and their pixels in 8 bits.
+# Images of more than 8 bits: which of their values are black and white, and their pixels in 8 bits.
 #
-# 16 bits have a range of their own, 0 to 65535. Floating-point numbers and integers of 32 bits have none: without
-# --data.range they are refused, because any guess makes the images of some data sets black. Signed integers and colours
-# of 16 bits, of which Pillow does not have the stored values, are always refused.
+# Nothing in most files says which value is white, and any guess makes the images of some data sets black: without
+# --data.range they are refused. Signed integers and colours of 16 bits, of which Pillow does not have the stored
+# values, are always refused.
 
 
 ValueRange = tuple[float, float]
@@ -277,12 +270,8 @@ Values = npt.NDArray[Any]
 """[H, W], or [H, W, C]."""
 
 MOST = 1e38  # of float32
-FULL = 65535  # of 16 bits
-USUAL_BITS = (8, 10, 12, 14)  # that cameras and microscopes store in 16
-BITS_PER_SAMPLE, SUBFILE_TYPE, SAMPLE_FORMAT = 258, 254, 339  # tags of TIFF
+BITS_PER_SAMPLE, SAMPLE_FORMAT = 258, 339  # tags of TIFF
 SIGNED = 2  # SAMPLE_FORMAT of integers
-PART_OF_FIRST = 0b101  # SUBFILE_TYPE of a page that is a reduced copy of another one, or its mask
-ANIMATED = ("GIF", "WEBP", "PNG", "AVIF")
 SCALED_FORMATS = ("PPM", "JPEG2000")  # such a file says which value is white; Pillow scales the values to 16 bits
 
 
@@ -306,92 +295,54 @@ def check_values(image: Image.Image, value_range: ValueRange | None) -> None:
 
     Of a PNG that is loaded already, Pillow does not say any more that its colours had 16 bits.
     """
-    if _is_signed(image):
+    bits, is_signed = _tag(image, BITS_PER_SAMPLE), _tag(image, SAMPLE_FORMAT) == SIGNED
+    stored = [str(part[3]) for part in getattr(image, "tile", ())]  # of a PNG such as RGB;16B, until it is loaded
+    deep_png = image.format == "PNG" and any("16" in mode for mode in stored)
+    if (is_signed and bits in (8, 16)) or ((bits == 16 or deep_png) and not is_deep(image)):
         raise ImageError(
-            "its pixels are signed integers: save it with floating-point numbers (NumPy's float32), and train with "
-            "--data.range LOW HIGH"
+            "its pixels are signed integers, or have 16 bits in each of several channels: save it with 8 bits a "
+            "channel (ImageMagick's mogrify -depth 8), or grey with floating-point numbers, for --data.range LOW HIGH"
         )
-    if _has_deep_colours(image):
+    if value_range is None and is_deep(image) and not _is_scaled_by_file(image):
         raise ImageError(
-            "it has 16 bits in each of several channels: save it with 8 bits a channel, for example with ImageMagick's "
-            "mogrify -depth 8"
-        )
-    if value_range is None and (kind := _without_range(image)):
-        raise ImageError(
-            f"its pixels are {kind}, and nothing says which value is black and which is white: save it as uint8 or "
-            "uint16, or train with --data.range LOW HIGH, such as 0 1 or 0 4095"
+            "its pixels have more than 8 bits, and nothing says which value is black and which is white: save it with "
+            "8 bits, or train with --data.range LOW HIGH, such as 0 65535, 0 4095 or 0 1"
         )
 
 
 def check_pages(image: Image.Image) -> None:
-    """Raise ImageError if an opened TIFF has several pages, or if it is an animation: which picture is the sample?
+    """Raise ImageError if an opened file has several pages, or is an animation: which picture is the sample?
 
-    Reduced copies and masks of a TIFF's first page do not count. Nor do the further pictures in a camera's JPEG (MPO).
+    The further pictures in a camera's JPEG (MPO) do not count.
     """
-    if image.format in ANIMATED and getattr(image, "is_animated", False):
+    pictures = getattr(image, "n_frames", 1)
+    if pictures > 1 and image.format != "MPO":
         raise ImageError(
-            f"it is an animation of {getattr(image, 'n_frames', 2)} pictures, but a sample is one image: save the "
-            "picture that you mean as a file of its own"
+            f"it has {pictures} pictures, as a TIFF of several pages or an animation, but a sample is one image: save "
+            "the picture that you mean as a file of its own"
         )
-    pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
-    for page in range(1, pages):
-        image.seek(page)
-        if not _tag(image, SUBFILE_TYPE) & PART_OF_FIRST:
-            raise ImageError(
-                f"it is a TIFF of {pages} pages, but a sample is one image: save each page as a file of its own, or "
-                "the first one alone"
-            )
-    if pages > 1:
-        image.seek(0)
 
 
 def in_8_bits(image: Image.Image, value_range: ValueRange | None) -> Image.Image:
-    """An opened image with 8 bits a channel. One of 16 bits without a range keeps its upper 8.
-
-    Raises ImageError, also for values outside the range.
-    """
+    """An opened image with 8 bits a channel. Raises ImageError, also for values outside the range."""
     from PIL import Image
 
     check_values(image, value_range)
-    if image.mode != "F" and not image.mode.startswith("I"):
+    if not is_deep(image):
         return image
-    if value_range is not None and not _is_scaled_by_file(image):
-        return Image.fromarray(_scaled(np.asarray(image), value_range))
-    return Image.fromarray((np.clip(np.asarray(image), 0, FULL) >> 8).astype(np.uint8))  # PIL would clip them at 255
+    if _is_scaled_by_file(image):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    assert value_range is not None  # else it is refused
+    return Image.fromarray(_scaled(np.asarray(image), value_range))
 
 
 def is_deep(image: Image.Image) -> bool:
-    """Whether an opened image has more than 8 bits a channel, and its file does not say which value is white."""
-    return (image.mode == "F" or image.mode.startswith("I")) and not _is_scaled_by_file(image)
-
-
-def largest_of_16_bits(image: Image.Image) -> int | None:
-    """The largest value of an opened image of 16 bits whose file does not say which is white; else None."""
-    has_16_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")
-    return int(np.asarray(image).max()) if has_16_bits else None
-
-
-def few_bits_notes(largest: Sequence[int]) -> list[str]:
-    """A warning if all images of 16 bits that were looked at, with these largest values, may have fewer bits."""
-    value = max(largest, default=0)
-    bits = next((bits for bits in USUAL_BITS if value < 2**bits), None)
-    if bits is None or not value:
-        return []
-    return [
-        f"the images of 16 bits are dark: of {len(largest)} that were looked at, the largest value is {value:,}, not "
-        f"{FULL:,}. If {2**bits - 1:,} is white ({bits} bits), give --data.range 0 {2**bits - 1}"
-    ]
+    """Whether an opened image has more than 8 bits a channel."""
+    return image.mode == "F" or image.mode.startswith("I")
 
 
 def _is_scaled_by_file(image: Image.Image) -> bool:
     return image.format in SCALED_FORMATS and image.mode != "F"
-
-
-def _without_range(image: Image.Image) -> str:
-    """What the pixels are, in words, if no range of values follows from that; else ""."""
-    if image.mode == "F":
-        return "floating-point numbers"
-    return "integers of 32 bits" if image.mode == "I" and image.format not in ("PNG", "PPM") else ""
 
 
 def _scaled(values: Values, value_range: ValueRange) -> npt.NDArray[np.uint8]:
@@ -404,20 +355,6 @@ def _scaled(values: Values, value_range: ValueRange) -> npt.NDArray[np.uint8]:
         raise ImageError(f"it has the value {outside:.12g}, outside --data.range {range_text(value_range)}")
     levels = (values.astype(np.float64) - float(low)) * (255 / (float(high) - float(low)))
     return np.rint(levels).clip(0, 255).astype(np.uint8)
-
-
-def _has_deep_colours(image: Image.Image) -> bool:
-    """Whether it has 16 bits in each of several channels, of which Pillow keeps the upper 8."""
-    if image.mode.startswith("I") or image.format not in ("PNG", "TIFF"):
-        return False
-    stored = [str(part[3]) for part in getattr(image, "tile", ())]  # of a PNG such as RGB;16B, until it is loaded
-    return _tag(image, BITS_PER_SAMPLE) == 16 or any("16" in mode for mode in stored if image.format == "PNG")
-
-
-def _is_signed(image: Image.Image) -> bool:
-    """Whether it is a TIFF of signed integers of 8 bits, which Pillow opens as unsigned, or of 16."""
-    signed = image.format == "TIFF" and image.mode in ("L", "I") and _tag(image, SAMPLE_FORMAT) == SIGNED
-    return signed and _tag(image, BITS_PER_SAMPLE) in (8, 16)
 
 
 def _tag(image: Image.Image, number: int) -> int:

@@ -336,9 +336,6 @@ class RawImage(LazyImage):
         if zlib.crc32(self.bytes) != self.checksum:
             raise OSError("it was changed (its checksum is wrong)")
 
-    def largest_of_16_bits(self) -> None:
-        return None
-
     def pixels(self) -> torch.Tensor:
         values = torch.frombuffer(self.bytes, dtype=torch.uint8)  # no copy: pixels outside the crop are not read
         return values.view(self.height, self.width, -1).permute(2, 0, 1)

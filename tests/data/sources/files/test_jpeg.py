@@ -245,6 +245,5 @@ class TestSizes:
         expected = [decode(data, 3), LazyImage(data, 3).reduced((0, 0, 181, 240), 20, 20, 4)]
         monkeypatch.setattr(Image, "open", None)
         image = LazyImage(data, 3)
-        assert image.largest_of_16_bits() is None
         assert torch.equal(image.pixels(), expected[0])
         assert torch.equal(image.reduced((0, 0, 181, 240), 20, 20, 4), expected[1])
