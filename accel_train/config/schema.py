@@ -137,9 +137,9 @@ class Data:
     """In training, decode JPEGs of at least twice the needed size at a reduced size, which is faster."""
     # 1.4 to 2 times as fast. Median PSNR against Pillow's resize of the full image: 48 dB; with false: 61 dB.
     image_column: Annotated[str | None, DECIDES_SAMPLES] = None
-    """The column of the images; default: path (csv), or found by its name or type (hfds)."""
+    """The column of the images; default: path (csv) or image (hfds)."""
     label_column: Annotated[str | None, DECIDES_SAMPLES] = None
-    """The column of the labels; default: label (csv), or found by its name or type (hfds)."""
+    """The column of the labels; default: label."""
     max_pixels: Annotated[
         int, POSITIVE, Free("it leaves out images that end a run otherwise; all others keep their index")
     ] = 178_956_970

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from accel_train.data.sources.splits import Source, Splits, named_splits, number
 from accel_train.errors import UserError, first_of, nearest
 from accel_train.user_code.reference import short_name
 
+TEXTS = ("string", "large_string")
 BUILDERS = ("arrow", "imagefolder", "parquet", "webdataset")
 """Those of the package datasets that read images, and never run code (pandas reads pickles)."""
 
@@ -96,20 +97,13 @@ def splits_of_tables(data: Data, tables: Mapping[str, Any], named: Mapping[str, 
     """
     datasets: Any = importlib.import_module("datasets")
     features = tables["train"].features or {}
-    image_key = _column(data, features, datasets.Image, "image", data.image_column)
+    image_key = _column(data, "image", data.image_column, features, lambda kind: isinstance(kind, datasets.Image))
+    label_key = _column(data, "label", data.label_column, features, _is_label)
     where = f"the data '{short_name('data.name', data.name)}'"
-    usual = data.label_column or "label"
-    named_classes = any(isinstance(feature, datasets.ClassLabel) for feature in features.values())
-    if data.label_column is not None:
-        named_classes = isinstance(features.get(usual), datasets.ClassLabel)
-    dtype = str(getattr(features.get(usual), "dtype", ""))
-    is_text = dtype in ("string", "large_string") and not named_classes
-    if is_text or (not named_classes and dtype.startswith(("int", "uint"))):
-        label_key = usual
-    else:
-        label_key = _column(data, features, datasets.ClassLabel, "label", data.label_column)
-    classes: tuple[str, ...] | None = tuple(features[label_key].names) if named_classes else None
-    if is_text:
+    classes: tuple[str, ...] | None = None  # the numbers of the labels
+    if isinstance(features[label_key], datasets.ClassLabel):
+        classes = tuple(features[label_key].names)
+    elif features[label_key].dtype in TEXTS:
         classes = tuple(sorted({name for name in tables["train"].unique(label_key) if name is not None}))
     sources: dict[str, Source] = {}
     for split, table in tables.items():
@@ -149,22 +143,19 @@ def _labels(values: Sequence[Any], names: Sequence[str] | None, classes: Sequenc
         raise UserError(f"{where} has labels that are not the numbers of classes ({error}).") from error
 
 
-def _column(data: Data, features: Any, kind: type, usual: str, given: str | None) -> str:
-    """The name of the column of images or of labels: the one that is `given`, or with the usual name, or the only one
-    of that kind. Raises UserError."""
-    columns = [str(name) for name, feature in features.items() if isinstance(feature, kind)]
-    option = f"--data.{usual}-column"
-    if given is not None and given not in columns:
-        known = f"of kind {kind.__name__}: {', '.join(columns) or 'none'}; all: {', '.join(features) or 'none'}"
-        raise UserError(
-            f"{option} {given}: the data '{data.name}' has no such column ({known}).{nearest(given, columns)}"
-        )
-    if given is not None or usual in columns:
-        return given or usual
-    if len(columns) != 1:
-        which = ", ".join(columns) or f"none; all columns: {', '.join(features) or 'it names none'}"
-        raise UserError(
-            f"the data '{data.name}' has {len(columns)} columns of kind {kind.__name__} ({which}): name one with "
-            f"{option}."
-        )
-    return columns[0]
+def _is_label(feature: Any) -> bool:
+    """Whether a column has classes: as numbers, with names (ClassLabel has the dtype int64) or without, or as text."""
+    dtype = str(getattr(feature, "dtype", ""))
+    return dtype in TEXTS or dtype.startswith(("int", "uint"))
+
+
+def _column(data: Data, what: str, given: str | None, features: Any, fits: Callable[[Any], bool]) -> str:
+    """The name of the column of images or of labels: the one that is `given`, or the usual one. Raises UserError."""
+    name = given or what
+    if fits(features.get(name)):
+        return name
+    fitting = [str(each) for each, feature in features.items() if fits(feature)]
+    raise UserError(
+        f"the data '{data.name}' has no column {name!r} of {what}s; of {what}s are: {', '.join(fitting) or 'none'}."
+        f"{nearest(name, fitting)} Name one with --data.{what}-column."
+    )
