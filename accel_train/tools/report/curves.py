@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ VARIABLES = {color: f"var(--series-{number})" for number, color in enumerate(SER
     GRID: "var(--grid)",
     MARK: "var(--mark)",
 }
-STYLES = {"restart": "--", "skipped": "-."}  # of the lines that mark events
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,10 @@ class Chart:
     lines: list[Line]
     percent: bool = False
     """Whether the values are fractions, shown in percent."""
-    events: list[tuple[str, float]] = field(default_factory=list)
-    """See `RunRecords.events`."""
     best: float | None = None
     """The best epoch, which is marked."""
     legend: bool = True
-    """Whether it has a legend, if there are several lines or marks."""
+    """Whether it has a legend, if there are several lines, or a mark."""
 
     @property
     def is_empty(self) -> bool:
@@ -79,8 +76,6 @@ def draw(chart: Chart) -> str:
                 marker="o" if len(points) < 15 else None,
                 markersize=3,
             )
-    for kind, at in chart.events[:200]:
-        drawn[kind] = axes.axvline(at, color=MARK, linewidth=0.9, linestyle=STYLES[kind])
     if chart.best is not None:
         drawn[f"best epoch: {chart.best:g}"] = axes.axvline(chart.best, color=MARK, linewidth=2.5, alpha=0.45)
     axes.set_xlabel("epoch", color=TEXT)
@@ -150,29 +145,29 @@ def charts_of_run(run: RunRecords) -> list[Chart]:
     """Loss, the main metric, those of --metrics, learning rate, speed and waiting for data over the epochs."""
     chosen = [metric for metric in run.metrics if metric.chosen]
     main = run.info.task.best_metric
-    marks: dict[str, Any] = {"events": run.events, "best": best_epoch(run)}
+    best = best_epoch(run)
     return [
-        *_charts_of_loss(run, marks),
-        Chart(metric_title(main), _over_epochs(run, main), percent=True, **marks),
+        *_charts_of_loss(run, best),
+        Chart(metric_title(main), _over_epochs(run, main), percent=True, best=best),
         *(
-            Chart(metric_title(metric.name), _over_epochs(run, metric.name), percent="%" in metric.form, **marks)
+            Chart(metric_title(metric.name), _over_epochs(run, metric.name), percent="%" in metric.form, best=best)
             for metric in chosen
         ),
-        Chart("learning rate", [_over_updates(run, "lr")], events=run.events),
-        Chart("images/s", [_over_updates(run, "images_per_second")], events=run.events),
+        Chart("learning rate", [_over_updates(run, "lr")]),
+        Chart("images/s", [_over_updates(run, "images_per_second")]),
         Chart("share of the time that waits for data", [_over_updates(run, "data_wait_fraction")], percent=True),
     ]
 
 
-def _charts_of_loss(run: RunRecords, marks: dict[str, Any]) -> list[Chart]:
+def _charts_of_loss(run: RunRecords, best: float | None) -> list[Chart]:
     """The loss of all splits, or that of training apart, if it is not what evaluation computes."""
     lines, title = _over_epochs(run, "loss"), run.info.task.training_loss(run.config.loss.name)
     if not title:
-        return [Chart("loss", lines, **marks)]
+        return [Chart("loss", lines, best=best)]
     training = [line for line in lines if line.label == "train"]
     return [
-        Chart(title, training, **marks),
-        Chart(f"loss ({run.info.task.loss_title})", [line for line in lines if line not in training], **marks),
+        Chart(title, training, best=best),
+        Chart(f"loss ({run.info.task.loss_title})", [line for line in lines if line not in training], best=best),
     ]
 
 

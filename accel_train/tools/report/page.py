@@ -155,7 +155,6 @@ def page_of_run(run: RunRecords, evaluation: Row, worst: Sequence[Picture], note
         headline=headline(run, evaluation),
         facts=facts_of(run),
         charts=[draw(chart) for chart in charts_of_run(run) if not chart.is_empty],
-        has_events=bool(run.events),
         metrics=metric_table(run, records),
         records=records,
         record=record,
@@ -287,15 +286,15 @@ def machine_of(run: RunRecords) -> list[tuple[str, str]]:
 
 
 def costs_of(run: RunRecords) -> list[tuple[str, str]]:
-    """What the run cost, its speed, and how often it was disturbed."""
+    """What the run cost, its speed, and the updates that were skipped."""
     cost = cost_of(read_starts(run.path))
     rows = [("time", cost_text(cost))] if cost else []
     if hours := cost.get("accelerator_hours"):
         rows.append(("accelerator-hours", f"{hours:.3g}"))
     if speed := run.result.get("images_per_second"):
         rows.append(("speed of training", f"{speed:,.0f} images/s"))
-    if skipped := sum(kind == "skipped" for kind, _ in run.events):
-        rows.append(("events: skipped", str(skipped)))
+    if skipped := run.result.get("left_out_updates"):
+        rows.append(("skipped updates", f"{skipped:,}"))
     return rows
 
 

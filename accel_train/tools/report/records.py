@@ -91,17 +91,6 @@ class RunRecords:
         return total / self.config.epochs if total else 1.0
 
     @cached_property
-    def events(self) -> list[tuple[str, float]]:
-        """(kind, at which epoch) of each restart and skipped update."""
-        found = []
-        for line in self.of_kind("event"):
-            text = str(line.get("text", ""))
-            kind = "restart" if text == "resumed" else "skipped" if "not finite" in text else ""
-            if kind and isinstance(line.get("update"), int):
-                found.append((kind, line["update"] / self.updates_per_epoch))
-        return found
-
-    @cached_property
     def settings(self) -> dict[str, Any]:
         """The settings by their names on the command line, without those of a single start."""
         return settings_of_run(self.config)

@@ -31,11 +31,10 @@ def made_up_run(
     data: dict[str, Any] | None = None,
     result: dict[str, Any] | None = None,
     status: dict[str, Any] | None = None,
-    events: Sequence[str] = (),
     config: Config | None = None,
 ) -> RunRecords:
     """The records of a run with the classes `names` and ten updates an epoch. `train`, `val`, `test`, `ema` (of val):
-    the loss of each epoch; the accuracy is 1 - loss / 10. `events`: texts of event lines."""
+    the loss of each epoch; the accuracy is 1 - loss / 10."""
     lines: list[dict[str, Any]] = []
     kinds = (("train", "model", train), ("val", "model", val), ("val", "ema", ema), ("test", "model", test))
     for split, weights, losses in kinds:
@@ -46,7 +45,6 @@ def made_up_run(
     for update in range(1, 10 * len(train) + 1):
         row = {"kind": "train", "update": update, "epoch": (update + 9) // 10, "loss": 1.0, "accuracy": 0.5}
         lines.append(row | {"lr": 0.1, "images_per_second": 500.0, "data_wait_fraction": 0.1})
-    lines += [{"kind": "event", "text": text, "update": 5} for text in events]
     done = len(train) or 1
     finished = {"epochs": done, "updates": 10 * done, "stopped_by": "epochs", "images_per_second": 500.0}
     return RunRecords(
