@@ -16,7 +16,7 @@ from accel_train.data.sources.splits import count_classes
 from accel_train.errors import EvaluationError, UserError
 from accel_train.launch.agreement import fail_together
 from accel_train.records.metrics import Evaluation, OwnMetrics
-from accel_train.task import SplitMetric, top5
+from accel_train.task import MeanMetric, SplitMetric, top5
 
 Batch = dict[str, Any]
 
@@ -41,7 +41,7 @@ def evaluate(
     """
     model.eval()
     task, keep_logits = pipeline.task, keep_logits or own is not None
-    means = task.mean_metrics
+    means = [metric for metric in task.metrics if isinstance(metric, MeanMetric)]
     needed = {metric.predict for metric in means}
     batches: list[tuple[Tensor, ...]] = []
     kept: list[Tensor] = []

@@ -172,10 +172,7 @@ def _mean(values: list[float | None]) -> float:
 
 
 def accuracy_of_classes(predicted: Tensor, labels: Tensor) -> list[float | None]:
-    """The part of each class's images that are predicted to be of it, both int64 [n]; None without an image of it.
-
-    Up to the last class that has an image.
-    """
+    """The recall of each class up to the last one that has an image, from both int64 [n]; None without an image."""
     images = torch.bincount(labels)
     hits = torch.bincount(labels[labels == predicted], minlength=len(images))
     return [hit / count if count else None for hit, count in zip(hits.tolist(), images.tolist(), strict=True)]
@@ -210,14 +207,10 @@ class Task:
     """The least probability of a predicted class by default; None: an image has its most probable class in any case."""
 
     @property
-    def mean_metrics(self) -> list[MeanMetric]:
-        """The metrics that are means over samples."""
-        return [metric for metric in self.metrics if isinstance(metric, MeanMetric)]
-
-    @property
     def training_metrics(self) -> list[MeanMetric]:
         """The metrics that are counted while training, the loss first."""
-        return [metric for metric in self.mean_metrics if metric.training_predict is not None]
+        means = (metric for metric in self.metrics if isinstance(metric, MeanMetric))
+        return [metric for metric in means if metric.training_predict is not None]
 
     def evaluation_metrics(self, chosen: Sequence[str]) -> list[Metric]:
         """All metrics of an evaluation: the task's, and after them those that are `chosen` by --metrics.
@@ -240,11 +233,8 @@ class Task:
         return logits.softmax(1) if self.activation == "softmax" else logits.sigmoid()
 
     def labels_of(self, targets: Tensor) -> Tensor:
-        """The labels for which a loss's targets stand: int64 [b], or if an image may have several bool [b, classes].
-
-        `targets`: labels int64 [b], or probabilities [b, classes], of which the largest counts (or those of 0.5 and
-        more).
-        """
+        """The labels, as the data has them, for which a loss's targets stand: int64 [b], or probabilities [b, classes],
+        of which the largest counts, or with several labels those of 0.5 and more."""
         if self is SEVERAL_LABELS:
             return targets >= 0.5
         return targets if targets.ndim == 1 else targets.argmax(1)

@@ -10,9 +10,8 @@ from accel_train.config.declaration import LOSSES as CHECKED_NAMES
 from accel_train.config.schema import Loss
 from accel_train.data.sources import load
 from accel_train.optim.loss import LOSSES, create_loss
-from accel_train.records.metrics import EVALUATE_METRICS
 from accel_train.task import BUILT_IN_METRICS, LOWER_IS_BETTER, ONE_LABEL, SEVERAL_LABELS, task_of
-from accel_train.tools.evaluate_run import added_metrics
+from accel_train.tools.evaluate_run import EVALUATE_METRICS, added_metrics
 
 
 def test_each_loss_is_accepted_and_trains() -> None:

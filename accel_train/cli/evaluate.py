@@ -94,10 +94,11 @@ def print_figures(result: EvaluationResult) -> None:
     from accel_train.tools.evaluate_run import metric_rows
 
     records = [result.figures[name] for name in ("model", "ema") if name in result.figures]
-    rows = []
-    classes = result.figures["classes"]
-    for key, title, values in metric_rows(records, classes, result.task.evaluation_metrics(result.chosen)):
-        rows.append([f"  {title}" if key == "accuracy_interval" else title, *values])
+    metrics = result.task.evaluation_metrics(result.chosen)
+    rows = [
+        [f"  {title}" if key == "accuracy_interval" else title, *values]
+        for key, title, values in metric_rows(records, result.figures["classes"], metrics)
+    ]
     print_line("")
     head = ["", *(record["weights"] for record in records)]
     print_table(head, rows, numbers=head[1:])

@@ -28,18 +28,6 @@ from accel_train.task import LOWER_IS_BETTER, Metric, Task
 from accel_train.user_code.loading import call, load, showing_user_lines
 from accel_train.user_code.reference import Reference, given_metrics, metric_name, parse_reference
 
-EVALUATE_METRICS = [
-    Metric("balanced_accuracy", title="balanced accuracy"),
-    Metric("f1", title="f1 (macro)"),
-    Metric("precision", title="precision (macro)"),
-    Metric("recall", title="recall (macro)"),
-    Metric("weighted_precision", title="precision (weighted)"),
-    Metric("weighted_recall", title="recall (weighted)"),
-    Metric("weighted_f1", title="f1 (weighted)"),
-    Metric("calibration_error", title="calibration error", lower_is_better=True),
-]
-"""What `accel-train evaluate` adds (tools/evaluate_run.py), and what its table calls each."""
-
 
 def headlines(figures: Mapping[str, float], metrics: Sequence[Metric]) -> dict[str, str]:
     """Those of the metrics' values that the console shows, as it shows them: {"accuracy": "97.50%"}."""

@@ -36,7 +36,7 @@ from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
-from accel_train.records.metrics import EVALUATE_METRICS, Evaluation, OwnMetrics, create_own_metrics
+from accel_train.records.metrics import Evaluation, OwnMetrics, create_own_metrics
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.task import Metric, Task
 from accel_train.tools.load_run import empty_model, may_download, read_config
@@ -51,6 +51,19 @@ NO_VALUE = "\u2013"  # of a class without images
 CLASS_METRICS = {name: f"class_{name}".replace(" ", "_") for name in ("average precision", "precision", "recall", "f1")}
 
 
+EVALUATE_METRICS = [
+    Metric("balanced_accuracy", title="balanced accuracy"),
+    Metric("f1", title="f1 (macro)"),
+    Metric("precision", title="precision (macro)"),
+    Metric("recall", title="recall (macro)"),
+    Metric("weighted_precision", title="precision (weighted)"),
+    Metric("weighted_recall", title="recall (weighted)"),
+    Metric("weighted_f1", title="f1 (weighted)"),
+    Metric("calibration_error", title="calibration error"),
+]
+"""What `added_metrics` returns for a whole split, and what tables call each."""
+
+
 def added_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> dict[str, Any]:
     """Metrics beside those of every evaluation, from logits float32 [n, classes] and labels int64 [n]; or, if an image
     may have several labels, bool [n, classes]: then the class-wise ones, at a probability of 0.5.
@@ -63,17 +76,14 @@ def added_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> 
     """
     if labels.ndim == 2:
         return _precision_and_recall(labels, logits >= 0, logits.shape[1])
-    predicted = logits.argmax(1)
-    figures = _precision_and_recall(labels, predicted, logits.shape[1])
+    predicted, classes = logits.argmax(1), logits.shape[1]
+    figures = _precision_and_recall(labels, predicted, classes)
+    hits = np.bincount(labels[predicted == labels], minlength=classes).tolist()
+    images = np.bincount(labels, minlength=classes).tolist()
     return {
-        "accuracy_interval": accuracy_interval(int((predicted == labels).sum()), len(labels)),
+        "accuracy_interval": accuracy_interval(sum(hits), len(labels)),
         "class_accuracy_interval": [
-            accuracy_interval(hits, count) if count else None
-            for hits, count in zip(
-                np.bincount(labels[predicted == labels], minlength=logits.shape[1]).tolist(),
-                np.bincount(labels, minlength=logits.shape[1]).tolist(),
-                strict=True,
-            )
+            accuracy_interval(right, count) if count else None for right, count in zip(hits, images, strict=True)
         ],
         "balanced_accuracy": float(np.mean([figures["class_recall"][label] for label in np.unique(labels)])),
         **figures,
