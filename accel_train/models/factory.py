@@ -35,8 +35,8 @@ later runs begin from these weights, too."""
 # Models with a fixed input size, by the beginning of their name, and the argument that sets the size. Other models
 # take images of any size.
 SIZED = {"vit_": "image_size", "maxvit_": "input_size"}
-# Models whose published weights come from another library, and were trained with images normalised to -1..1.
-HALF = ("googlenet", "inception_v3")
+# Not taken: they return a tuple in training, and change their input if they have published weights.
+AUXILIARY = ("googlenet", "inception_v3")
 # What torchvision's function itself takes out of the arguments, of models that ignore those they do not know.
 OF_FUNCTION = ("width_mult", "reduced_tail", "dilated")
 
@@ -73,7 +73,8 @@ def pretrained_normalization(model: Model) -> tuple[tuple[float, ...], tuple[flo
     if not model.pretrained:
         return None
     if model.name.startswith(TORCHVISION):
-        return published_normalization(model.name)
+        transforms = published_weights(model.name).transforms()
+        return tuple(transforms.mean), tuple(transforms.std)
     published = _timm_config(model.name)
     return tuple(published.mean), tuple(published.std)
 
@@ -327,7 +328,8 @@ def torchvision_names() -> list[str]:
     """All names, with the prefix."""
     import torchvision
 
-    return [TORCHVISION + name for name in torchvision.models.list_models(module=torchvision.models)]
+    names = torchvision.models.list_models(module=torchvision.models)
+    return [TORCHVISION + name for name in names if name not in AUXILIARY]
 
 
 def architecture(name: str) -> str:
@@ -360,18 +362,6 @@ def published_weights(name: str) -> Any:
     return kinds[wanted or "DEFAULT"]
 
 
-def published_normalization(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation that the published weights were trained with.
-
-    torchvision gives the models in HALF another input and lets them convert it (transform_input). That is no weight: a
-    model that begins from the weights of such a run would not have it. So no model has it here.
-    """
-    if architecture(name) in HALF:
-        return (0.5,) * 3, (0.5,) * 3
-    transforms = published_weights(name).transforms()
-    return tuple(transforms.mean), tuple(transforms.std)
-
-
 def size_argument(name: str) -> str | None:
     """The argument that sets the fixed input size of a model; None if the model takes any size."""
     return next((argument for start, argument in SIZED.items() if architecture(name).startswith(start)), None)
@@ -387,8 +377,6 @@ def create_torchvision(
     options = without_none(dropout=model.dropout, stochastic_depth_prob=model.drop_path)
     if short.startswith("densenet") and "dropout" in options:
         options["drop_rate"] = options.pop("dropout")
-    if short in HALF:  # without the auxiliary heads, which would make the output a tuple
-        options |= {"aux_logits": False, "init_weights": True}
     if (argument := size_argument(model.name)) is not None:
         options[argument] = image_size if argument == "image_size" else (image_size, image_size)
     options |= more

@@ -24,6 +24,7 @@ from accel_train.models import (
     input_size,
     pretrained_normalization,
 )
+from accel_train.models.factory import AUXILIARY
 
 OWN = {
     "digits_cnn": 8,
@@ -59,7 +60,7 @@ def test_own_nets(name: str, channels: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(torchvision.models.list_models(module=torchvision.models)))
+@pytest.mark.parametrize("name", sorted({*torchvision.models.list_models(module=torchvision.models)} - {*AUXILIARY}))
 def test_every_torchvision_model(name: str) -> None:
     if any(big in name for big in ("_h_14", "_128gf", "_l_16", "_l_32")):
         pytest.skip("more than 300 million parameters")
@@ -231,8 +232,7 @@ def cache_torchvision(
 ) -> dict[str, torch.Tensor]:
     """Put weights where torchvision looks for those that it has downloaded; they are drawn, not trained."""
     weights = torchvision.models.get_model_weights(name)[which]
-    options = {"aux_logits": True, "init_weights": False} if name == "googlenet" else {}
-    state: dict[str, torch.Tensor] = torchvision.models.get_model(name, **options).state_dict()
+    state: dict[str, torch.Tensor] = torchvision.models.get_model(name).state_dict()
     folder = tmp_path / "hub" / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(state, folder / weights.url.rpartition("/")[2])
@@ -266,35 +266,6 @@ def test_the_name_says_which_weights_of_torchvision(monkeypatch: pytest.MonkeyPa
         typed = Model(name="torchvision/resnet50.IMAGENET1K_V3", pretrained=pretrained)
         with pytest.raises(UserError, match=r"no weights 'IMAGENET1K_V3'\. Did you mean '?IMAGENET1K_V[12]"):
             create_model(typed, num_classes=7, channels=3, image_size=64)
-
-
-def test_published_weights_without_their_auxiliary_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    state = cache_torchvision("googlenet", monkeypatch, tmp_path)
-    model = make("torchvision/googlenet", pretrained=True)
-    assert torch.equal(model.state_dict()["conv1.conv.weight"], state["conv1.conv.weight"])
-    # For weights of a run's own.
-    settings = Model(name="torchvision/googlenet", pretrained=True)
-    empty = create_model(settings, num_classes=7, channels=3, image_size=64, published=False)
-    assert not torch.equal(empty.state_dict()["conv1.conv.weight"], state["conv1.conv.weight"])
-
-
-@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
-def test_weights_that_were_published_once_compute_the_same_in_each_later_model(name: str) -> None:
-    """torchvision's model changes its input if it has published weights, which a model with a run's weights lacks."""
-    theirs = torchvision.models.get_model(name, aux_logits=False, transform_input=True, init_weights=False).eval()
-    images = torch.rand(2, 3, 96, 96)
-    imagenet = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[:, :, None, None]
-    settings = Model(name=f"torchvision/{name}", pretrained=True)
-    half = pretrained_normalization(settings)
-    assert half == ((0.5,) * 3, (0.5,) * 3)
-    mean, std = torch.tensor(half)[:, :, None, None]
-    for pretrained in (True, False):  # a later start of the run, and another run with --model.weights RUN
-        mine = Model(name=settings.name, pretrained=pretrained)
-        model = create_model(mine, num_classes=1000, channels=3, image_size=96, published=False)
-        model.load_state_dict(theirs.state_dict())
-        with torch.no_grad():
-            expected = theirs((images - imagenet[0]) / imagenet[1])
-            torch.testing.assert_close(model.eval()((images - mean) / std), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_later_model_has_what_timm_gives_only_with_published_weights(monkeypatch: pytest.MonkeyPatch) -> None:
