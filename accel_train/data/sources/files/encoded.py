@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -35,10 +35,6 @@ class EncodedImages(ABC):
 
     @abstractmethod
     def name(self, id: int) -> str: ...
-
-    def states(self) -> Iterable[str]:
-        """Texts that change when an image is changed, such as size and time of its file. Raises OSError."""
-        return ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -115,12 +111,3 @@ def check_command(data: Data) -> str:
         words += [] if value is None else [f"--data.{option}", str(value)]
     value_range = "" if data.range is None else f" --data.range {range_text(data.range)}"
     return shlex.join(words) + value_range
-
-
-def file_state(path: Path) -> str:
-    """Size and modification time of a file, or "missing"."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return "missing"
-    return f"{status.st_size} {status.st_mtime_ns}"

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import ChangedError, EncodedImages, file_state, read_image
+from accel_train.data.sources.files.encoded import ChangedError, EncodedImages, read_image
 from accel_train.data.sources.files.index import Index, Progress, SplitFiles, indexed, splits_of_index
 from accel_train.data.sources.root import check_root
 from accel_train.data.sources.shared import SharedArray, StringArray
@@ -51,9 +51,6 @@ class FileImages(EncodedImages):
 
     def relative_names(self) -> Iterator[str]:
         return iter(self.paths)
-
-    def states(self) -> Iterable[str]:
-        return (file_state(self.root / self.paths[id]) for id in range(len(self)))
 
 
 def folder(data: Data) -> Splits:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import ChangedError, EncodedImages, file_state
+from accel_train.data.sources.files.encoded import ChangedError, EncodedImages
 from accel_train.data.sources.files.folder import arrange, ignored_text, is_image
 from accel_train.data.sources.files.images import LazyImage
 from accel_train.data.sources.files.index import Index, Progress, SplitFiles, indexed, splits_of_index
@@ -136,9 +136,6 @@ class TarImages(EncodedImages):
         numbers = map(int, self.positions.array[:, 0])
         return (prefixes[number] + name for number, name in zip(numbers, self.names, strict=True))
 
-    def states(self) -> Iterable[str]:
-        return (file_state(self.folder / tar) for tar in self.tars)
-
 
 def _check_member(header: bytes, size: int, there: int) -> None:
     """Raise OSError unless a block of a tar file is the `header` of a file of `size` bytes, of which so many are
@@ -174,11 +171,6 @@ def members_of(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
                 content = archive.extractfile(info) if info.isreg() and not hidden else None
                 if content is None:
                     continue
-                if name.lower().endswith(".tar"):  # as in ImageNet: one tar file per class
-                    raise UserError(
-                        f"{path} has a tar file in it, {name}: unpack {path.name} with tar -xf, and give the folder of "
-                        "what was in it as --data.root."
-                    )
                 if info.offset_data + info.size > size:
                     raise tarfile.ReadError("unexpected end of data")
                 yield Member(name, tar, info.offset_data, info.size), content

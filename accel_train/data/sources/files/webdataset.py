@@ -7,7 +7,7 @@ import json
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from accel_train.data.sources.files.index import Index, Progress, indexed, split
 from accel_train.data.sources.files.tars import Member, TarImages, index_of_members, members_of
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, names_root
 from accel_train.data.worker_processes import on_all_cores
-from accel_train.errors import UserError, first_of
+from accel_train.errors import UserError
 from accel_train.untrusted import read_regular_file
 
 MOST_CLASSES = 1_000_000
@@ -147,7 +147,6 @@ def pairs_in(root: Path, shard: str) -> Pairs:
     images: list[Member] = []
     labels: dict[str, Label] = {}
     for member, content in members_of(root, shard):
-        name = posixpath.basename(member.name)
         key, _, extension = member.name.rpartition(".")
         if extension == "cls":
             text = content.read(LONGEST_LABEL).decode(errors="replace").strip()
@@ -157,32 +156,21 @@ def pairs_in(root: Path, shard: str) -> Pairs:
             ):
                 raise UserError(f"{root / shard}/{member.name}: '{text[:20]}' is not a class number.")
             labels[key] = tuple(map(int, numbers)) if SEPARATOR in text else int(text)
-        elif is_image(name):
+        elif is_image(posixpath.basename(member.name)):
             images.append(member)
         elif extension != "json":
             beside[key] = f".{extension.lower()}"
-    samples: dict[str, list[Member]] = {}
+    pairs: dict[str, tuple[Member, Label]] = {}
     for member in images:
-        samples.setdefault(_key(member.name, labels), []).append(member)
-    pairs = []
-    for key, members in samples.items():
+        key = member.name.rpartition(".")[0]
         if key not in labels:
-            raise UserError(f"{root / shard}/{members[0].name} has no label; add a file {key}.cls next to it.")
-        # KEY.jpg is the image beside a KEY.mask.png.
-        chosen = [member for member in members if "." not in member.name[len(key) + 1 :]] or members
-        if len(chosen) > 1:
             raise UserError(
-                f"{root / shard}: the sample {key} has several images ({first_of([each.name for each in chosen], 5)}), "
-                "and nothing says which one is meant: keep one, or name it KEY.jpg and the others KEY.NAME.jpg."
+                f"{root / shard}/{member.name} has no label; add a file {key}.cls next to it, or leave the image out."
             )
-        pairs.append((chosen[0], labels[key]))
-    return pairs, Counter(beside.get(key, ".cls") for key in labels if key not in samples)
-
-
-def _key(path: str, labels: Mapping[str, Label]) -> str:
-    """The key of a sample's file: up to the first dot of its name, as WebDataset has it, or to the first one before
-    which there is a label: photo.1.jpg with photo.1.cls."""
-    folder, slash, name = path.rpartition("/")
-    dots = [dot for dot, character in enumerate(name) if character == "."]
-    keys = [f"{folder}{slash}{name[:dot]}" for dot in dots]
-    return next((key for key in keys if key in labels), keys[0])
+        if key in pairs:
+            raise UserError(
+                f"{root / shard}: the sample {key} has several images, {pairs[key][0].name} and {member.name}: keep "
+                "one."
+            )
+        pairs[key] = member, labels[key]
+    return [*pairs.values()], Counter(beside.get(key, ".cls") for key in labels if key not in pairs)

@@ -132,7 +132,7 @@ class TestTree:
         for label, kind in enumerate(("cat", "dog")):
             pack(tmp_path / "unpacked" / f"{kind}.tar", {f"{i}.png": image(10 * label + i) for i in range(3)})
         inner = {path.name: path.read_bytes() for path in (tmp_path / "unpacked").iterdir()}
-        with pytest.raises(UserError, match=r"train\.tar has a tar file in it, (cat|dog)\.tar: unpack train\.tar with"):
+        with pytest.raises(UserError, match=r"its tar files contain no image \(found 2 \.tar\)"):
             load(pack(tmp_path / "train.tar", inner))
         assert values(load(tmp_path / "unpacked").train) == [0, 1, 2, 10, 11, 12]
 
@@ -222,28 +222,23 @@ class TestWebDataset:
         with pytest.raises(UserError, match=r"other.tar has no split"):
             load(tmp_path, "wds")
 
-    def test_masks_and_several_images_of_a_sample(self, tmp_path: Path) -> None:
-        files = {"000.jpg": image(1), "000.mask.png": image(9), "000.cls": b"0"}
-        files |= {
-            "001.mask.png": image(9),
-            "001.png": image(2),
-            "001.cls": b"1",
-            "002.rgb.png": image(3),
-            "002.cls": b"0",
-        }
-        pack(tmp_path / "train.tar", files)
-        assert values(load(tmp_path, "wds").train) == [1, 2, 3]
-        for names in (("3.jpg", "3.png"), ("3.left.png", "3.right.png"), ("3.png", "3.png")):
+    def test_an_image_has_a_label_of_its_own_and_a_sample_one_image(self, tmp_path: Path) -> None:
+        pack(tmp_path / "train.tar", {"000.jpg": image(1), "000.mask.png": image(9), "000.cls": b"0"})
+        with pytest.raises(
+            UserError, match=r"000\.mask\.png has no label; add a file 000\.mask\.cls next to it, or leave"
+        ):
+            load(tmp_path, "wds")
+        for names in (("3.jpg", "3.png"), ("3.png", "3.png")):
             with tarfile.open(tmp_path / "train.tar", "w") as archive:
                 for name, content in ((names[0], image(1)), (names[1], image(2)), ("3.cls", b"0")):
                     info = tarfile.TarInfo(name)
                     info.size = len(content)
                     archive.addfile(info, io.BytesIO(content))
-            with pytest.raises(UserError, match=rf"the sample 3 has several images \({names[0]}, {names[1]}\)"):
+            with pytest.raises(UserError, match=f"the sample 3 has several images, {names[0]} and {names[1]}"):
                 load(tmp_path, "wds")
 
     def test_keys_with_a_dot(self, tmp_path: Path) -> None:
-        files = {"sub.d/cat.0.jpg": image(1), "sub.d/cat.0.cls": b"0", "sub.d/cat.0.mask.png": image(9)}
+        files = {"sub.d/cat.0.jpg": image(1), "sub.d/cat.0.cls": b"0"}
         pack(tmp_path / "train.tar", files | {"sub.d/cat.1.cls": b"1", "sub.d/cat.1.jpg": image(2)})
         found = load(tmp_path, "wds").train
         assert values(found) == [1, 2] and found.labels.tolist() == [0, 1]
