@@ -1,32 +1,29 @@
 """What a run cost: where its time went, over all starts. RUN/starts.json has an entry for each start.
 
-The main process always is in one phase, so the phases of a start add up to its time. The file is rewritten every
-two seconds, so a killed start is recorded up to at most two seconds before. The next start begins at a checkpoint: what
-came after that in earlier starts has to be done again, and moves from its phase to "repeated".
+The main process always is in one phase, so the phases of a start add up to its time. The file is rewritten at most
+every two seconds, after an update and where a phase begins. The next start begins at a checkpoint: the updates after it
+have to be done again, and their share of the time moves from its phase to "repeated".
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from accel_train.launch.environment import Launch
 from accel_train.records.directory import STATUS_SECONDS, RunDirectory
 from accel_train.records.events import Event, UpdateDone
 from accel_train.untrusted import is_count, is_number, read_json_object
 
-Item = TypeVar("Item")
 Phase = Literal["starting", "training", "evaluating", "saving"]
 
 FILE = "starts.json"
-KEPT_SAVES = 100  # of this start: older checkpoints are deleted
-KEPT_SAVES_BEFORE = 10  # of each start before it: the file is written anew every two seconds
 
 
 @dataclass
@@ -52,22 +49,17 @@ class Start:
     """Seconds for which training stood still for a save."""
     repeated: float = 0.0
     """Seconds of training and evaluation whose result was lost, and which were done again."""
-    waiting: float = 0.0
-    """Seconds of the training that were spent waiting for data."""
-    saves: list[tuple[int, float, float, float]] = field(default_factory=list)
-    """At each save: the update, and the seconds of training, evaluating and waiting until then."""
 
     def go_back(self, update: int) -> None:
-        """Count what was done after the save of `update`, or of an earlier one, as done twice."""
-        before = [save for save in self.saves if save[0] <= update]
-        kept = before[-1] if before else (self.first_update, 0.0, 0.0, 0.0)
-        lost = (max(0.0, self.training - kept[1]), max(0.0, self.evaluating - kept[2]))
-        self.repeated += sum(lost)
-        self.training -= lost[0]
-        self.evaluating -= lost[1]
-        self.waiting = min(self.waiting, kept[3])
-        self.saves = before
-        self.last_update = min(self.last_update, max(update, self.first_update))
+        """Count the updates after `update` as done twice: their share of the training and evaluation."""
+        kept = max(update, self.first_update)
+        if self.last_update <= kept:
+            return
+        share = (self.last_update - kept) / (self.last_update - self.first_update)
+        self.repeated += share * (self.training + self.evaluating)
+        self.training *= 1 - share
+        self.evaluating *= 1 - share
+        self.last_update = kept
 
 
 class Ledger:
@@ -82,15 +74,12 @@ class Ledger:
         """
         self._directory = directory
         self.starts = read_starts(directory.path) if directory.writes and not anew else []
-        self.processes_before = self.starts[-1].processes if self.starts else 0
-        """Of the start before this one; 0 if this one is the first."""
         unfinished = [earlier.last_update for earlier in self.starts if not earlier.finished]
         self.repeated_updates = max([update, *unfinished]) - update
         """Updates that this start does again: at least, for a start that was killed wrote the file up to 2 s before."""
         for earlier in self.starts:
-            if earlier.last_update >= update and not earlier.finished:  # also of a test that was not finished
+            if not earlier.finished:
                 earlier.go_back(update)
-            earlier.saves = earlier.saves[-KEPT_SAVES_BEFORE:]
         now, processes = time.time(), launch.world_size
         self.start = Start(launch.began, now, processes, 0 if on_cpu else processes, update, update)
         self.starts.append(self.start)
@@ -123,21 +112,9 @@ class Ledger:
             case UpdateDone():
                 if self._phase == "starting":
                     self.enter("training")
-                self.start.last_update, self.start.waiting = event.update, event.waiting
+                self.start.last_update = event.update
                 self.write()
         return ()
-
-    def ticking(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the same items, and write the entry in between."""
-        for item in items:
-            self.write()
-            yield item
-
-    def saved(self, update: int) -> None:
-        """A save of `update` begins: what was done until now is not lost, if it succeeds."""
-        self.enter(self._phase)
-        start = self.start
-        start.saves = [*start.saves, (update, start.training, start.evaluating, start.waiting)][-KEPT_SAVES:]
 
     def end(self, *, finished: bool) -> None:
         """Write the last entry."""
@@ -163,13 +140,11 @@ def read_starts(run: Path) -> list[Start]:
 def _start(entry: Any) -> Start | None:
     try:
         start = Start(**entry)
-        start.saves = [(update, float(a), float(b), float(c)) for update, a, b, c in start.saves]
-    except (TypeError, ValueError):
+    except TypeError:
         return None
-    counts = (start.processes, start.accelerators, start.first_update, start.last_update, *(s[0] for s in start.saves))
+    counts = (start.processes, start.accelerators, start.first_update, start.last_update)
     times = (start.began, start.ended, start.starting, start.training, start.evaluating, start.saving, start.repeated)
-    numbers = (*times, start.waiting, *(t for save in start.saves for t in save))
-    return start if all(map(is_count, counts)) and all(map(is_number, numbers)) else None
+    return start if all(map(is_count, counts)) and all(map(is_number, times)) else None
 
 
 PHASES = {
@@ -182,9 +157,8 @@ PHASES = {
 def cost_of(starts: Sequence[Start]) -> dict[str, Any]:
     """What the run cost, as result.json has it, mostly seconds; {} without a start.
 
-    The effective training time ratio (ETTR, arXiv 2410.21680) is the part of the wall time in which the run made
-    progress that it kept: training and evaluation. The wall time is that of all starts and of the time between them,
-    in which the job was waiting to go on; not the time between a finished run and its continuation.
+    The wall time is that of all starts and of the time between them, in which the job was waiting to go on; not the
+    time between a finished run and its continuation.
     """
     if not starts:
         return {}
@@ -195,12 +169,9 @@ def cost_of(starts: Sequence[Start]) -> dict[str, Any]:
     accelerators = sum(start.accelerators * span for start, span in zip(starts, spans, strict=True))
     return {
         "starts": len(starts),
-        "complete": starts[0].first_update == 0,  # otherwise another run began it
         "wall_seconds": wall,
         **{f"{phase}_seconds": value for phase, value in seconds.items()},
         "between_seconds": between,
-        "waiting_for_data_seconds": sum(start.waiting for start in starts),
-        "ettr": (seconds["training"] + seconds["evaluating"]) / wall if wall else None,
         "accelerator_hours": accelerators / 3600 if accelerators else None,
     }
 

@@ -77,8 +77,6 @@ class UpdateDone(Event):
 
     update: int
     epoch: int
-    waiting: float
-    """Seconds that training has waited for data in this start."""
     eta_seconds: float | None
     line_due: bool
     """Whether `Logged` follows."""

@@ -213,15 +213,10 @@ def model_info_of(config: Config, splits: Splits, image_size: int) -> ModelInfo:
     return info.at_size(config.model.eval_image_size)
 
 
-def resumed_text(state: TrainState, processes: int, ledger: Ledger, *, ended: bool) -> str:
-    """Where a run goes on, on how many processes if they are others than before, and what it trains again.
-
-    `ended`: all epochs are trained.
-    """
+def resumed_text(state: TrainState, ledger: Ledger, *, ended: bool) -> str:
+    """Where a run goes on, and what it trains again. `ended`: all epochs are trained."""
     place = "with all epochs trained" if ended else f"in epoch {state.epoch + 1}"
     text = f"continuing after update {state.update}, {place}"
-    if ledger.processes_before not in (0, processes):
-        text += f", on {counted(processes, 'process')} ({ledger.processes_before} before)"
     if repeated := ledger.repeated_updates:
         text += f"; at least {repeated} update{'s are' if repeated > 1 else ' is'} trained again"
     return text

@@ -228,7 +228,7 @@ class Run:
         ends_epoch = self.setup.plan.updates_left(state.epoch, state.epoch_samples) == 0
         evaluates = config.eval_every_updates is not None and state.update % config.eval_every_updates == 0
         line = stop or self.save_is_due or evaluates or ends_epoch or state.update % config.log_every_updates == 0
-        self.emit(UpdateDone(state.update, state.epoch + 1, self.stopwatch.waiting, self.pace.eta_seconds, line))
+        self.emit(UpdateDone(state.update, state.epoch + 1, self.pace.eta_seconds, line))
         if self.checkpoints.committed or len(self.checkpoints.failures) > self._failures:
             self.report_saves()
         return Asked(stop, evaluates and not ends_epoch, self.save_is_due and not ends_epoch, line)
@@ -267,7 +267,6 @@ class Run:
         self.state.train_seconds, self.state.timed_samples = self.stopwatch.lap(), self.stopwatch.samples
         if self.state.epoch_samples:  # at an epoch's end it is counted already
             self.state.wall_seconds = time.monotonic() - self._first_began
-        self.ledger.saved(self.state.update)
         with self.ledger.during("saving"):
             self.checkpoints.save(self.state, wait=wait)
         self.stop_requests.saved()
@@ -297,7 +296,7 @@ class Run:
 
         def through(batches: Iterator[Batch]) -> Iterator[Batch]:
             watched = self.watchdog.monitored(batches, f"evaluating {split}")
-            return self.stop_requests.interruptible(self.ledger.ticking(watched))
+            return self.stop_requests.interruptible(watched)
 
         for name, model in names.items():
             broadcast_buffers(model)
@@ -417,7 +416,7 @@ def _announcement(
     if resumed:
         yield Noted("resumed", {"update": state.update, "processes": plan.processes})
     if resumed or ledger.repeated_updates:
-        yield Said((resumed_text(state, plan.processes, ledger, ended=trained),))
+        yield Said((resumed_text(state, ledger, ended=trained),))
     for warning in (precision_notice(accelerator), *setup.warnings):
         if warning is not None:
             yield Warned(warning)

@@ -56,7 +56,7 @@ def started() -> Started:
 
 EVENTS = {
     "on_start": started(),
-    "on_update": UpdateDone(5, 1, 0.0, None, line_due=False),
+    "on_update": UpdateDone(5, 1, None, line_due=False),
     "on_evaluation": Evaluated("val", 5, 1, {"loss": 1.0}, 9, 0.1),
     "on_checkpoint": SaveCommitted(5, Path("update-00000005")),
     "on_end": Ended(5, "finished", "all", {}, {}, result={"settings": {"a": [1]}}),
@@ -149,8 +149,8 @@ def test_an_update_is_told_once_with_its_figures_if_they_are_due() -> None:
     heard = Asks()
     observers = Observers([heard], StopRequests())
     for event in (
-        UpdateDone(1, 1, 0.0, None, line_due=False),
-        UpdateDone(2, 1, 0.0, None, line_due=True),
+        UpdateDone(1, 1, None, line_due=False),
+        UpdateDone(2, 1, None, line_due=True),
         Logged(2, 1, 0.1, {"loss": 0.5}, None),
         Evaluated("train", 2, 1, {"loss": 0.5}, 9, 0.1),
     ):
