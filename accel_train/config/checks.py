@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from accel_train.config.declaration import BEST_METRICS, FALLING, TAKEN_NAMES, Bound, Needs, StartsInEpoch
+from accel_train.config.declaration import BEST_METRICS, FALLING, TAKEN_NAMES, Bound, Needs
 from accel_train.config.recipe import Option
 from accel_train.config.schema import Augment, Config, Loss, Model, declared, option_types, value
 from accel_train.errors import UserError
@@ -116,13 +116,6 @@ def unread(config: Config, given: Mapping[str, Option]) -> list[str]:
     for key, needs in declared(Needs):
         if key in asked and (advice := _missing(config, needs)):
             mistakes.append(f"--{key}: nothing reads it {advice}, or leave it out ({given[key].origin}).")
-    for key, _ in declared(StartsInEpoch):
-        epochs = value(config, key)
-        if key in asked and epochs and (min(epochs) if isinstance(epochs, tuple) else epochs) >= config.epochs:
-            mistakes.append(
-                f"--{key}: nothing reads it, because the run has {config.epochs:g} epochs; give fewer than these, or a "
-                f"larger --epochs, or leave it out ({given[key].origin})."
-            )
     return mistakes
 
 

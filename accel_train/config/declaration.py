@@ -170,13 +170,6 @@ NEEDS_BOX = Needs("augment.crop", ("resized",))
 NEEDS_SHARDS = Needs("data.order", ("shards",))
 
 
-class StartsInEpoch:
-    """An option that says after which epochs something begins: at or after the end of the run, nothing reads it."""
-
-
-STARTS_IN_EPOCH = StartsInEpoch()
-
-
 def ending(*suffixes: str) -> Bound:
     """The bound of a file's name that ends in one of `suffixes`, such as ".csv"."""
     return Bound(f"a name that ends in {' or '.join(suffixes)}", lambda x: x.suffix in suffixes)

@@ -52,7 +52,6 @@ from accel_train.config.declaration import (
     RANGE,
     SCHEDULE_NAME,
     SPLIT,
-    STARTS_IN_EPOCH,
     Bound,
     Free,
     Interpolation,
@@ -278,7 +277,7 @@ class Model:
     """Train only the last layer; BatchNorm statistics of the other layers do not change."""
     freeze: tuple[str, ...] = ()
     """Layers not to train, by their names, such as conv1 layer1."""
-    freeze_epochs: Annotated[int | None, POSITIVE, STARTS_IN_EPOCH] = None
+    freeze_epochs: Annotated[int | None, POSITIVE] = None
     """Train what is frozen, too, after this many epochs; default: never."""
     dropout: Annotated[float | None, FRACTION] = None
     """Dropout rate before the classifier, if the model has dropout; default: the model's."""
@@ -336,9 +335,9 @@ class Schedule:
     default)."""
     min_lr: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", (*FALLING, "plateau"))] = 0.0
     """cosine, poly, one_cycle, plateau: lowest learning rate."""
-    step_epochs: Annotated[float, POSITIVE, Needs("schedule.name", ("step",)), STARTS_IN_EPOCH] = 30.0
+    step_epochs: Annotated[float, POSITIVE, Needs("schedule.name", ("step",))] = 30.0
     """step: epochs from one decay to the next, counted from the start of the run."""
-    milestones: Annotated[tuple[int, ...], MILESTONES, Needs("schedule.name", ("multistep",)), STARTS_IN_EPOCH] = ()
+    milestones: Annotated[tuple[int, ...], MILESTONES, Needs("schedule.name", ("multistep",))] = ()
     """multistep: epochs after which the learning rate decays."""
     decay: Annotated[float, FRACTION, Needs("schedule.name", ("step", "multistep", "plateau"))] = 0.1
     """step, multistep, plateau: factor of one decay."""
@@ -376,7 +375,7 @@ class Ema:
     """Update the EMA at the updates 1, N + 1, 2 N + 1, … of each epoch."""
     scale_decay: Annotated[bool, NEEDS_EMA] = False
     """Multiply 1 - ema.decay by batch-size * ema.every-updates / epochs (at most 1), as torchvision does."""
-    after_epochs: Annotated[float, NOT_NEGATIVE, NEEDS_EMA, STARTS_IN_EPOCH] = 0.0
+    after_epochs: Annotated[float, NOT_NEGATIVE, NEEDS_EMA] = 0.0
     """The EMA equals the weights until so many epochs are done: with torchvision, its warm-up."""
 
 
