@@ -92,7 +92,7 @@ def test_export_and_report_return_what_they_have_written(run: Path, tmp_path: Pa
     assert exported.folder == tmp_path / "export"
     assert [file.name for file in exported.files] == ["README.md", "model.pt2", "preprocess.json"]
     assert all(file.is_file() for file in exported.files)
-    with pytest.raises(UserError, match="other files"):
+    with pytest.raises(UserError, match="is not empty"):
         export(run, "pt2", output=run)
     page = report(run, output=tmp_path / "page.html")
     assert page.path == tmp_path / "page.html" and page.path.is_file()

@@ -97,7 +97,7 @@ class Export(WeightsOptions):
     format: Literal["timm", "onnx", "pt2"] | None = None
     """timm: a directory for timm.create_model; onnx: ONNX; pt2: torch.export. It must be given."""
     output: Path | None = None
-    """Folder to write; default: RUN/export-FORMAT. It may hold an earlier export, which is replaced."""
+    """Folder to write; default: RUN/export-FORMAT."""
     weights: Literal["model", "ema"] | None = None
     """Which weights; default: the EMA if the run has one."""
 

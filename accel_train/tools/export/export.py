@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,6 @@ from accel_train.tools.load_run import LoadedRun, load
 from accel_train.tools.report.records import RunRecords, read_run
 from accel_train.untrusted import read_json_object
 from accel_train.user_code.reference import short_name
-
-FILES = {FILE, "README.md", "model.onnx", "model.onnx.data", "model.pt2", "config.json", "model.safetensors"}
-"""All that exports write."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +46,7 @@ def export(
 
     `output`: a folder; default RUN/export-FORMAT. `checkpoint`: see `find_weights`. `weights`: "model" or "ema";
     default: the EMA if there is one.
-    Raises UserError; then nothing has been written, unless the export is not what the run's model is: it is left in a
-    folder whose name ends in -failed.
+    Raises UserError, also if the export does not give what the run's model gives; then nothing has been written.
     """
     launch.check_alone("export")
     check_installed(format)
@@ -77,46 +72,25 @@ def export(
             write, reload = FORMATS[format]
             write(loaded, rules, folder)
             found = check(loaded, reload(folder), rules, compared)
+            for line in found.lines:
+                LOGGER.info(line)
+            if found.failures:
+                raise UserError(f"{'; '.join(found.failures)}. The export was not written.", code=1)
             (folder / "README.md").write_text(model_card(loaded, format, found.lines), encoding="utf-8")
-            _put_in_place(folder, output.with_name(f"{output.name}-failed") if found.failures else output)
-    for line in found.lines:
-        LOGGER.info(line)
-    if found.failures:
-        raise UserError(f"{'; '.join(found.failures)}. Do not use this export; it is in {shown}-failed.", code=1)
+            for path in list(folder.iterdir()):
+                set_default_permissions(path)
+                fsync(path)
+            fsync(folder)
+            folder.rename(output)
     return ExportResult(shown, tuple(sorted(shown.iterdir())))
 
 
 def _check_free(output: Path) -> None:
-    """Raise UserError unless `output` does not exist, is empty, or holds nothing but an earlier export."""
-    if not output.exists():
-        return
-    if not output.is_dir():
+    """Raise UserError unless `output` does not exist or is an empty folder."""
+    if output.exists() and not output.is_dir():
         raise UserError(f"--output: {output} is a file; name a folder.")
-    names = {path.name for path in output.iterdir()}
-    others = names - FILES or (names if FILE not in names else set())
-    if others:
-        raise UserError(f"--output: {output} holds other files ({', '.join(sorted(others)[:3])}); name another folder.")
-
-
-def _put_in_place(folder: Path, output: Path) -> None:
-    """Rename the complete `folder`, in a temporary one, to `output`. An earlier export there is removed with that one.
-
-    Raises UserError and OSError.
-    """
-    _check_free(output)
-    for path in list(folder.iterdir()):
-        set_default_permissions(path)
-        fsync(path)
-    fsync(folder)
-    earlier = folder.with_name("earlier")
-    if output.exists():
-        output.rename(earlier)
-    try:
-        folder.rename(output)
-    except OSError:
-        with suppress(OSError):
-            earlier.rename(output)
-        raise
+    if output.exists() and (there := sorted(path.name for path in output.iterdir())):
+        raise UserError(f"--output: {output} is not empty (found {there[0]}); remove it, or name another folder.")
 
 
 SHOWN = 50  # at most so many names of classes
