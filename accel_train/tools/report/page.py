@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 from scipy.special import expit, log_expit, log_softmax, softmax
 
 from accel_train import __version__
@@ -75,7 +76,7 @@ def worst_images(predictions: Predictions, source: Source, info: ModelInfo, conf
     def pictures(ids: npt.NDArray[np.int64]) -> Iterator[Picture]:
         for id in ids.tolist():
             with contextlib.suppress(UserError):
-                uri = input_uri(source, id, preprocessing, info)
+                uri = data_uri(input_image(source, id, preprocessing, info))
                 yield Picture(source.name(id), uri, *_said_and_true(predictions, id), float(losses[id]))
 
     wrong = np.flatnonzero(~is_right)
@@ -94,26 +95,26 @@ def _said_and_true(predictions: Predictions, id: int) -> tuple[str, str]:
     return f"{names[first]} ({chances[first]:.0%})", f"{names[label]} ({chances[label]:.1%})"
 
 
-def input_uri(source: Source, id: int, preprocessing: Preprocessing, info: ModelInfo) -> str:
+def input_image(source: Source, id: int, preprocessing: Preprocessing, info: ModelInfo) -> Image.Image:
     """The image `id` of a source as the model of `info` saw it. Raises UserError if it cannot be read."""
     pixels = torch.as_tensor(source.fetch([id])[0])
-    return image_uri(preprocessing.to_input(preprocessing.resize(pixels))[0], info)
+    return image_of_input(preprocessing.to_input(preprocessing.resize(pixels))[0], info)
 
 
-def image_uri(inputs: torch.Tensor, info: ModelInfo) -> str:
+def image_of_input(inputs: torch.Tensor, info: ModelInfo) -> Image.Image:
     """The normalised input, float32 [C, size, size], as an image again."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (info.mean, info.std))
     pixels = inputs * std + mean
     if info.full_scale == 1:  # a user's own float images may have any range
         pixels = (pixels - pixels.min()) / (pixels.max() - pixels.min()).clamp(min=1e-12)
     pixels = pixels if len(pixels) in (1, 3) else pixels[:1]
-    return data_uri((pixels.clamp(0, 1) * 255).round().to(torch.uint8))
+    return to_image((pixels.clamp(0, 1) * 255).round().to(torch.uint8))
 
 
-def data_uri(pixels: torch.Tensor) -> str:
-    """Pixels, uint8 [C, H, W] of 1 or 3 channels, as a data: URI of a PNG if they are few, else of a JPEG."""
-    file, kind = io.BytesIO(), "png" if max(pixels.shape[1:]) <= SMALL else "jpeg"
-    to_image(pixels).save(file, format=kind, quality=85)
+def data_uri(image: Image.Image) -> str:
+    """The image as a data: URI of a PNG if it is small, else of a JPEG."""
+    file, kind = io.BytesIO(), "png" if max(image.size) <= SMALL else "jpeg"
+    image.save(file, format=kind, quality=85)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 

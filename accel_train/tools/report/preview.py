@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
-import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,15 +27,15 @@ from accel_train.records.summary import model_info_of
 from accel_train.run.start import find_start, load_data
 from accel_train.tools.load_run import Preprocessing
 from accel_train.tools.report.curves import import_pyplot
-from accel_train.tools.report.page import image_uri, input_uri
+from accel_train.tools.report.page import image_of_input, input_image
 from accel_train.training_setup import connect
 
 VIEWS = 3
 """How often each training image is shown with its augmentation."""
 INCHES = 1.6  # of an image with its title
 
-Picture = tuple[str, str]
-"""An image as a data: URI, and its label."""
+Picture = tuple[Image.Image, str]
+"""An image and its label."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,7 @@ class Augmented:
     """A training image, each time that the model saw it."""
 
     name: str
-    views: list[tuple[str, str]]
-    """(the image as a data: URI, its label) of each time: one if all are the same."""
+    views: list[Picture]
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,7 @@ def _evaluated(source: Source, splits: Splits, info: ModelInfo, config: Config) 
     for id in np.random.default_rng(0).permutation(len(source))[: 1 + VIEWS].tolist():
         with contextlib.suppress(UserError):
             label = label_text(source.labels[id], splits.classes)
-            pictures.append((input_uri(source, id, preprocessing, info), label))
+            pictures.append((input_image(source, id, preprocessing, info), label))
     return pictures
 
 
@@ -107,9 +103,8 @@ def _draw(rows: list[tuple[str, list[Picture]]], path: Path) -> None:
         for number, axis in enumerate(axes):
             axis.set_axis_off()
             if number < len(pictures):
-                uri, label = pictures[number]
-                pixels: Any = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))))
-                axis.imshow(pixels, cmap="gray", vmin=0, vmax=255)
+                image, label = pictures[number]
+                axis.imshow(np.asarray(image), cmap="gray", vmin=0, vmax=255)
                 plain = " (plain)" if split == "train" and number == 0 else ""
                 axis.set_title(f"{split}{plain}: {label}"[:40], fontsize=6, parse_math=False)
     figure.savefig(path, format="png", dpi=150)
@@ -117,8 +112,7 @@ def _draw(rows: list[tuple[str, list[Picture]]], path: Path) -> None:
 
 
 def augmented_pictures(splits: Splits, info: ModelInfo, config: Config, *, samples: int, times: int) -> list[Augmented]:
-    """`samples` training images, drawn at random but always the same, each as the first epochs show it, `times` times;
-    once if all are the same.
+    """`samples` training images, drawn at random but always the same, each as the first epochs show it, `times` times.
 
     The random parameters are those of these epochs. With mixup and CutMix two neighbours in an update are mixed;
     here, two of the images shown. Raises UserError if an image cannot be read.
@@ -152,15 +146,13 @@ def augmented_pictures(splits: Splits, info: ModelInfo, config: Config, *, sampl
         reduced_decode=config.data.reduced_decode,
         draw_parameters=transform.draw_parameters,
     )
-    views: list[list[tuple[str, str]]] = [[] for _ in chosen]
+    views: list[list[Picture]] = [[] for _ in chosen]
     for batch in loader:
         if isinstance(batch, UserError):
             raise batch
         inputs, targets = transform(batch)
         for number, seen in enumerate(views):
-            view = image_uri(inputs[number], info), label_text(targets[number], splits.classes)
-            if view not in seen:
-                seen.append(view)
+            seen.append((image_of_input(inputs[number], info), label_text(targets[number], splits.classes)))
     return [Augmented(source.name(int(id)), seen) for id, seen in zip(chosen, views, strict=True)]
 
 
