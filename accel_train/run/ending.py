@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from accel_train.checkpoint.directory import checkpoint_path
 from accel_train.errors import UnsavedError, counted
 from accel_train.launch.accelerator import precision
 from accel_train.launch.agreement import broadcast_from_main
@@ -93,23 +90,12 @@ def interrupt(run: Run) -> TrainingResult:
 
 
 def complete(accelerator: Accelerator, lease: Lease, result: Mapping[str, Any]) -> None:
-    """Write what the start that wrote this `result` did not, because it was killed or the disk was full. Collective."""
-
-    def lacks() -> bool:
-        if lease.owner is None:  # the directory cannot be written
-            return False
-        folder = checkpoint_path(lease.directory / "checkpoints", result["updates"])
-        for weights in folder.glob("*.safetensors"):
-            if not (lease.directory / weights.name).exists():
-                with suppress(OSError), lease.replacing(lease.directory / weights.name) as temporary:
-                    shutil.copyfile(weights, temporary)
-        return read_json_object(lease.directory / "status.json").get("state") != "finished"
-
-    if not broadcast_from_main(accelerator, lacks):
-        return
+    """Write that the run is finished, if the start that wrote `result` was killed before it did so. Collective."""
 
     def write() -> None:
         before = read_json_object(lease.directory / "status.json")
+        if lease.owner is None or before.get("state") == "finished":  # without an owner it cannot be written
+            return
         now = {"epoch": math.ceil(result["epochs"]), "update": result["updates"], "eta_seconds": 0}
         directory = RunDirectory(lease.directory, writes=True, lease=lease)
         kept = {name: value for name, value in before.items() if name not in ("state", "reason")}
@@ -144,9 +130,11 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
         "wall_seconds": time.monotonic() - run.began,
         "cost": cost_of(run.ledger.starts),
     }
-    problem = ""
-    if not run.directory.result(result):
-        problem = f"{folder}/result.json could not be written: the run is not finished."
+    problem = checkpoints.unpublished
+    if not (problem or run.directory.result(result)):
+        problem = f"{folder}/result.json could not be written"
+    if problem:
+        problem += ": the run is not finished."
     if stopped := stopped_text(config, run.setup.plan, state, task):
         run.emit(Noted(f"stopped: {stopped}", {"update": state.update}))
     epochs = f"{result['epochs']:g} of " * (result["stopped_by"] != "epochs") + counted(config.epochs, "epoch")
@@ -165,7 +153,6 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
     if problem:
         problem += f" After freeing space: {run.resume_command}"
         run.emit(Warned(problem))
-    if problem := problem or checkpoints.unpublished:
         return UnsavedError(problem)
     return TrainingResult(folder, True, result["stopped_by"], result, _failed_writes(run))
 

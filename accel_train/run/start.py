@@ -100,14 +100,10 @@ def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun 
     if result is not None and is_late(run, result):
         return None
     if result is None:
-        if not list_updates(checkpoints):
-            raise UserError(
-                f"{path} is damaged, and there are no checkpoints from which to recreate it. Give another "
-                "--output-dir, or delete the file to train from the start."
-            )
-        kept = f"{RESULT}.damaged"
-        return FinishedRun(renamed={RESULT: kept}, note=f"{path} is damaged and renamed to {kept}; it is created again")
-
+        raise UserError(
+            f"{path} is damaged. Delete it, and the same command goes on from the run's newest checkpoint, if there is "
+            "one; or give another --output-dir."
+        )
     done, changes = result["epochs"], differences(result["settings"], config)
     changed = [key for key in changes if key in END_KEYS or affects_learning(key, config.schedule.name)]
     if not changed:

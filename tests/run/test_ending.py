@@ -73,3 +73,8 @@ def test_a_result_that_could_not_be_written(
     (tmp_path / name).mkdir()
     assert ended(tmp_path, monkeypatch)["state"] == state
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "result.json").is_file()
+    (tmp_path / name).rmdir()
+    words = ["--data.train-limit", "480", "--checkpoint.every-updates", "3", "--output-dir", str(tmp_path)]
+    assert main(["train", "digits", "--epochs", "1", *words]) == 0
+    assert (tmp_path / "result.json").is_file() and (tmp_path / "model.safetensors").is_file()

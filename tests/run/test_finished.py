@@ -49,18 +49,12 @@ class TestEarlierEnd:
     @pytest.mark.parametrize(
         "content", [b"", b"{}", b"[1]", b"\xff", b"[" * 9999, b'{"recipe": "mine", "epochs": "3", "updates": 9}']
     )
-    def test_a_damaged_one_is_set_aside_only_if_there_are_checkpoints(self, tmp_path: Path, content: bytes) -> None:
+    def test_a_damaged_one_is_refused(self, tmp_path: Path, content: bytes) -> None:
         run = self.finished(tmp_path)
         (run / "result.json").write_bytes(content)
-        found = find_finished_run(run, self.CONFIG, Launch())
-        assert found is not None and not found.result
-        assert (run / "result.json").exists()  # nothing is touched before it is certain that the run goes on
-        found.rename_results(Lease(run, None))
-        assert (run / "result.json.damaged").read_bytes() == content
-        (run / "result.json").write_bytes(content)
-        (run / "checkpoints" / "update-00000009").rmdir()
-        with pytest.raises(UserError, match="is damaged, and there are no checkpoints"):
+        with pytest.raises(UserError, match=r"result\.json is damaged\. Delete it"):
             find_finished_run(run, self.CONFIG, Launch())
+        assert (run / "result.json").read_bytes() == content
 
     def test_checkpoints_that_are_gone(self, tmp_path: Path) -> None:
         run = self.finished(tmp_path)
