@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,6 +124,27 @@ def test_an_array_of_runs_each_requeued_by_itself(cluster: Cluster) -> None:
     other = accel_train(cluster, *words[: words.index("--")], "--batch-size", "32", *OPTIONS, code=2)
     assert "is a run with other settings: batch-size (48 there, 32 here)" in other
     assert len(jobs_of(cluster, folder)) == 5
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_submission_that_is_killed(cluster: Cluster, moment: str) -> None:
+    """Before or after Slurm has accepted it: the next call neither loses a run nor queues one twice."""
+    folder = cluster.directory / f"killed-{moment}"
+    (folder / "bin").mkdir(parents=True)
+    real, end = shutil.which("sbatch", path=PATH), "kill -KILL $PPID; "
+    sbatch = folder / "bin" / "sbatch"
+    calls = f'{end * (moment == "before")}[[ "{moment}" == before ]] || {real} "$@"; {end * (moment == "after")}'
+    sbatch.write_text(f"#!/bin/bash\n{calls}\n")
+    sbatch.chmod(0o755)
+    words = ("submit", "digits", "--epochs", "1", "--seeds", "0-1", "--output-dir", str(folder), *OPTIONS)
+    accel_train(cluster, *words, code=-signal.SIGKILL, PATH=f"{sbatch.parent}:{PATH}")
+    assert not [*folder.glob("jobs/*.id")] and len([*folder.glob("jobs/*.jsonl")]) == 1
+    until(lambda: len(jobs_of(cluster, folder)) == 2 * (moment == "after"), folder, 10)
+    assert set(table(accel_train(cluster, "runs", str(folder)))) == {"seed=0", "seed=1"}
+    again = accel_train(cluster, *words)
+    assert ("in the queue already" in again) == (moment == "after"), again
+    assert len(jobs_of(cluster, folder)) == 2 and len([*folder.glob("jobs/*.id")]) == 1
+    until(lambda: len([*folder.glob("*/result.json")]) == 2, folder)
 
 
 def test_values_reach_a_run_as_they_were_given(cluster: Cluster) -> None:

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ class Slurm:
     more_time = "sbatch --time"
     most = 1000  # elements of an array: MaxArraySize is 1001 by default
     reserved = re.compile(r"--array(?!=%[1-9]\d*$)|--(job-name|clusters|wrap|wait|parsable|test-only)(=|$)|-[aJMW]")
-    """Options that a user may not give: those of `command`, and those that change what sbatch prints or queues. Of
+    """Options that a user may not give: those of `command`, and those with which the job could not be found again. Of
     --array=%4 only the number of elements that may run at a time is the user's."""
 
     def command(self, job: str, elements: Path, count: int, script: Path, options: Sequence[str]) -> list[str]:
@@ -51,6 +51,11 @@ class Slurm:
         log = str(elements.parent).replace("%", "%%") + ("/%x-%A_%a.log" if array else "/%x-%j.log")
         ours = ["sbatch", "--parsable", f"--job-name={job}", "--nodes=1", f"--output={log}", *array]
         return [*ours, *options, str(script), str(elements)]
+
+    def find(self, name: str) -> str:
+        """Return the number of the user's job with this name; "" if there is none. Raises UserError."""
+        answer = ask("squeue", "--me", "--noheader", "--states=all", f"--name={name}", "--format=%F")
+        return (answer.split() or [""])[0]
 
     def states(self, jobs: Iterable[str]) -> dict[str, str]:
         """Return the states of these jobs and of their elements, 123 and 123_4, without forgotten jobs. Raises
@@ -132,9 +137,14 @@ class Pbs:
                 variables.append(word[2:] or next(words, ""))
             else:
                 others.append(word)
-        # -f: without it qsub leaves a process behind, for a minute.
+        # -f: without it qsub leaves a process behind, for a minute, which would keep the lock of the submission.
         ours = ["qsub", "-f", "-N", job, "-v", ",".join(variables), "-o", f"{elements.parent}/", *array]
         return ["env", f"TRAIN={elements}", *ours, *others, str(script)]
+
+    def find(self, name: str) -> str:
+        """As `Slurm.find`."""
+        answer = ask("qselect", "-x", "-N", name) or ask("qselect", "-N", name)
+        return (answer.split() or [""])[0]
 
     def states(self, jobs: Iterable[str]) -> dict[str, str]:
         """As `Slurm.states`, of 5.server and 5[4].server."""
@@ -199,16 +209,19 @@ SCHEDULERS: tuple[Slurm | Pbs, ...] = (Slurm(), Pbs())
 def ask(
     *words: str,
     unknown: str = "",
+    keep_open: Collection[int] = (),
     seconds: float = ANSWER_SECONDS,
     shown: bool = False,
 ) -> str:
     """Return what a scheduler's command prints. Raises UserError if it fails, or does not answer in time.
 
     `unknown`: a failure that says this means that the scheduler has forgotten jobs, of which nothing is printed.
-    `shown`: what it says on stderr is for the user, too.
+    `keep_open`: descriptors that the command inherits. `shown`: what it says on stderr is for the user, too.
     """
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=seconds)
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=seconds, pass_fds=keep_open
+        )
     except subprocess.TimeoutExpired:
         raise UserError(f"{words[0]} has not answered within {seconds:g} s; try again later.") from None
     except OSError as error:

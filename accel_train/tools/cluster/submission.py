@@ -6,11 +6,14 @@ FOLDER/ELEMENT/slurm/job        the job that owns it, or that will continue it
 FOLDER/jobs/NAME.jsonl          the elements of the job or array NAME, one a line: line 0 is that of index 0
 FOLDER/jobs/NAME.id             its number in the batch system
 
-A list is complete before its job is queued.
+A list is complete before its job is queued. If it has no number, somebody killed the program in between: then the
+batch system is asked for a job of that name.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import re
 import uuid
@@ -21,7 +24,7 @@ from pathlib import Path
 from accel_train.config.compatibility import learning_settings
 from accel_train.config.options import parse
 from accel_train.errors import UserError, writing
-from accel_train.files import atomic_write
+from accel_train.files import atomic_write, open_to_write
 from accel_train.ownership.owner import has_owner, read_result
 from accel_train.tools.cluster.elements import Element
 from accel_train.tools.cluster.scheduler import WAITING, Pbs, Slurm, ask, states_of
@@ -76,25 +79,31 @@ def queue(
 ) -> tuple[Plan, list[str]]:
     """Queue what is left to do of a submission; return the plan and the numbers of the new jobs. Raises UserError.
 
-    If it is killed within a call of the scheduler, the next call may queue elements twice: a run has one owner, so the
-    second job of one ends at once.
+    If it is killed anywhere, the next call goes on: no element is queued twice.
     """
+    lists = folder / LISTS
     with writing("--output-dir", folder, "another folder"):
-        (folder / LISTS).mkdir(parents=True, exist_ok=True)
-        todo = plan(folder, elements)
-        numbers: list[str] = []
-        for element in todo.missing:
-            (folder / element.name).mkdir(exist_ok=True)
-            atomic_write(folder / element.name / RECIPE, element.recipe, durable=False)
-        for part, path, words in jobs_to_queue(folder, todo.missing, scheduler, script, options):
-            lines = [json.dumps({"name": element.name, "options": element.options}) for element in part]
-            atomic_write(path, "\n".join(lines) + "\n")
-            try:
-                printed = ask(*words, shown=True)  # 5.server, or of Slurm 123;cluster
-            except UserError as error:
-                raise UserError(f"{error}{f' Queued before: {numbers}.' * bool(numbers)}") from error
-            numbers.append(printed.strip().partition(";")[0])
-            atomic_write(path.with_suffix(".id"), numbers[-1] + "\n")
+        lists.mkdir(parents=True, exist_ok=True)
+        with _alone(lists) as lock:
+            for path, _, number in _read_lists(folder):
+                if not number and (number := scheduler.find(path.stem)):
+                    atomic_write(path.with_suffix(".id"), number + "\n")
+                elif not number:
+                    path.unlink()  # it was never queued
+            todo = plan(folder, elements)
+            numbers: list[str] = []
+            for element in todo.missing:
+                (folder / element.name).mkdir(exist_ok=True)
+                atomic_write(folder / element.name / RECIPE, element.recipe, durable=False)
+            for part, path, words in jobs_to_queue(folder, todo.missing, scheduler, script, options):
+                lines = [json.dumps({"name": element.name, "options": element.options}) for element in part]
+                atomic_write(path, "\n".join(lines) + "\n")
+                try:
+                    printed = ask(*words, keep_open=(lock,), shown=True)  # 5.server, or of Slurm 123;cluster
+                except UserError as error:
+                    raise UserError(f"{error}{f' Queued before: {numbers}.' * bool(numbers)}") from error
+                numbers.append(printed.strip().partition(";")[0])
+                atomic_write(path.with_suffix(".id"), numbers[-1] + "\n")
     return todo, numbers
 
 
@@ -178,3 +187,12 @@ def _check_same(run: Path, element: Element) -> None:
     there, here = learning_settings(parse([str(path)])), learning_settings(element.config)
     if keys := [f"{key} ({there.get(key)} there, {here[key]} here)" for key in here if there.get(key) != here[key]]:
         raise UserError(f"{run} is a run with other settings: {', '.join(keys)}. Give another --output-dir.")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[int]:
+    """Wait until no other program submits in this folder. Yields a descriptor that extends this to a child process."""
+    with open_to_write(folder / ".lock", "ab") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
