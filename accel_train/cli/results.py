@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from accel_train.config.recipe import MAX_BYTES, not_a_run
 from accel_train.errors import UserError, print_line
 from accel_train.launch.environment import prepare_environment
 from accel_train.ownership.owner import FILE, age_text, read_owner, read_result
-from accel_train.tools.cluster.submission import LISTS, RECIPE
+from accel_train.tools.cluster.scheduler import LOOK_SECONDS, answers, states_of
+from accel_train.tools.cluster.submission import LISTS, RECIPE, is_job, job_of_run, jobs_of_folder, newest
 from accel_train.untrusted import is_number, read_json_lines, read_json_object, read_regular_file
 
 
@@ -162,8 +164,9 @@ class Runs(CommandOptions):
     """List the runs in a folder and its subfolders, the most recently updated first. Changes nothing.
 
     A run is "running", "finished", "interrupted" (saved; the same command continues it), "failed", or "stale": its
-    process died, or has given no sign of life for two minutes. The next start takes over a stale run. Runs of
-    `accel-train submit` are listed before they have begun; squeue or qstat shows their jobs.
+    process died, or has given no sign of life for two minutes. The next start takes over a stale run. "job" is the
+    state of a run's job in Slurm or PBS; "forgotten": it has ended, some time ago. Runs of `accel-train submit` are
+    listed before they have begun.
     """
 
     dir: Annotated[Path, Word("[DIR]")] = Path("runs")
@@ -185,6 +188,10 @@ def runs(arguments: Sequence[str]) -> int:
         return 0
     head = ["run", "state", "epoch", "accuracy", "age", "owner"]
     rows = [[str(run.path), run.state, run.epoch, run.accuracy, _age(run.changed), run.owner] for run in found]
+    if states := _job_states(found):
+        head.insert(2, "job")
+        for row, state in zip(rows, states, strict=True):
+            row.insert(2, state)
     print_table(head, rows, numbers=("epoch", "accuracy", "age"))
     return 0
 
@@ -200,6 +207,27 @@ class Run:
     changed: float
     """When its status was written last, in seconds since 1970."""
     owner: str
+    job: str = ""
+    """That of the owner, as its batch system names it."""
+
+
+def _job_states(found: Sequence[Run]) -> list[str]:
+    """Return the state of each run's job, with its number; [] without a scheduler, or if no run has a job."""
+    try:
+        submitted = {folder: jobs_of_folder(folder) for folder in {run.path.parent for run in found}}
+        jobs = [
+            [*submitted[run.path.parent].get(run.path.name, ()), *job_of_run(run.path), *filter(is_job, [run.job])]
+            for run in found
+        ]
+        states = states_of((job for numbers in jobs for job in numbers), LOOK_SECONDS)
+    except (UserError, OSError) as error:
+        print_line(f"accel-train runs: without the states of jobs: {error}", sys.stderr)
+        return []
+    known = [newest(numbers, states) for numbers in jobs]
+    for place, (run, numbers) in enumerate(zip(found, jobs, strict=True)):
+        if numbers and not known[place][1] and run.state != "finished" and answers(numbers[-1]):
+            known[place] = (numbers[-1], "forgotten")
+    return [f"{state} {job}".strip() for job, state in known] if any(state for _, state in known) else []
 
 
 def _read_runs(top: Path) -> Iterator[Run]:
@@ -224,7 +252,7 @@ def _read_run(path: Path) -> Run:
     changed, has_begun = status.get("time", math.nan), (path / "config.yaml").exists()
     if not is_number(changed):
         changed = (path / ("config.yaml" if has_begun else RECIPE)).stat().st_mtime
-    lives, owner = _owner(path)
+    lives, owner, job = _owner(path)
     state = status.get("state")
     if lives:
         state = "running"
@@ -233,19 +261,19 @@ def _read_run(path: Path) -> Run:
     elif state not in ("finished", "interrupted", "failed"):  # it ended without a word
         state = "stale"
     epoch = _epoch(path, status) if has_begun else ""
-    return Run(path, str(state), epoch, _accuracy(path, result), changed, owner)
+    return Run(path, str(state), epoch, _accuracy(path, result), changed, owner, job)
 
 
-def _owner(run: Path) -> tuple[bool, str]:
-    """Return (whether the owner is alive, who it is); (False, "") without an owner."""
+def _owner(run: Path) -> tuple[bool, str, str]:
+    """Return (whether the owner is alive, who it is, its job); (False, "", "") without an owner."""
     try:
         seen = read_owner(run / FILE)
     except OSError:
-        return False, ""
+        return False, "", ""
     if seen.owner is None:
-        return seen.seems_alive(), "unknown"
+        return seen.seems_alive(), "unknown", ""
     job = f", job {seen.owner.job}" if seen.owner.job else ""
-    return seen.seems_alive(), f"{seen.owner.host} {seen.owner.pid}{job}"
+    return seen.seems_alive(), f"{seen.owner.host} {seen.owner.pid}{job}", seen.owner.job
 
 
 def _epoch(run: Path, status: Mapping[str, Any]) -> str:

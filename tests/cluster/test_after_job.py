@@ -165,6 +165,24 @@ def test_the_line_of_slurm_can_be_pasted(start: Start, monkeypatch: pytest.Monke
     assert "slurm/train.sbatch" in words and "--nodes=2" in words
 
 
+def test_a_short_warning_is_measured(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch --signal=… counts, not what the script says: from the warning to the end that Slurm had set."""
+
+    def said(warned: int) -> str:
+        start.begin("n1", "n2")
+        tell_job_script("REQUEUE", 10)
+        (start.run / "metrics.jsonl").write_text('{"kind": "checkpoint", "seconds": 8.2}\n')
+        (start.place / "warned").touch()
+        os.utime(start.place / "warned", (warned, warned))
+        return start.after(0)[1]
+
+    monkeypatch.setenv("TZ", "UTC")
+    monkeypatch.setenv("SHOWN", SCONTROL.format(requeue=1, ends="1970-01-02T00:00:00"))
+    short = said(86400 - 10)
+    assert "a save takes 8 s, the warning came 10 s before the end: sbatch --signal=B:USR1@33" in short
+    assert "a save takes" not in said(86400 - 60)
+
+
 @pytest.fixture
 def pbs(start: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
     for name in [name for name in os.environ if name.startswith("SLURM")]:

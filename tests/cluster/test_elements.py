@@ -17,7 +17,7 @@ from accel_train.config.schema import to_yaml
 from accel_train.errors import UserError
 from accel_train.tools.cluster.elements import elements_of
 from accel_train.tools.cluster.scheduler import Pbs, Slurm
-from accel_train.tools.cluster.submission import jobs_of_folder, newest, words_of_element
+from accel_train.tools.cluster.submission import jobs_of_folder, jobs_to_queue, newest, words_of_element
 
 ROOT = helpers.ROOT
 
@@ -160,3 +160,29 @@ def test_the_users_variables_reach_a_job_of_pbs_beside_ours(tmp_path: Path) -> N
         Pbs().command("n", tmp_path / "it's.jsonl", 2, tmp_path / "s", [])
     assert "--array=0-1" in Slurm().command("n", tmp_path / "n.jsonl", 2, tmp_path / "s", [])
     assert not any("array" in word for word in Slurm().command("n", Path("n.jsonl"), 1, tmp_path / "s", []))
+
+
+def test_the_same_run_on_several_numbers_of_nodes(tmp_path: Path) -> None:
+    """Elements of an array share one number of nodes, so each number is a job or an array of its own."""
+    found = elements_of("digits", [], "0-1", ["nodes=1,2"])
+    assert [(element.name, element.nodes) for element in found] == [
+        ("nodes=1_seed=0", 1), ("nodes=2_seed=0", 2), ("nodes=1_seed=1", 1), ("nodes=2_seed=1", 2),
+    ]  # fmt: skip
+    jobs = [*jobs_to_queue(tmp_path, found, Slurm(), tmp_path / "my.sbatch", ["--array=%1", "--time=9"])]
+    assert [[element.name for element in part] for part, _, _ in jobs] == [
+        ["nodes=1_seed=0", "nodes=1_seed=1"], ["nodes=2_seed=0", "nodes=2_seed=1"],
+    ]  # fmt: skip
+    assert all("--array=0-1%1" in words and "--array=%1" not in words for _, _, words in jobs)
+    assert [[word for word in words if word.startswith("--nodes")][-1] for _, _, words in jobs] == [
+        "--nodes=1",
+        "--nodes=2",
+    ]
+    chunks = ["-l", "select=1:ncpus=4", "-J%3"]
+    pbs = [words for _, _, words in jobs_to_queue(tmp_path, found, Pbs(), tmp_path / "my.pbs", chunks)]
+    assert ["select=1:ncpus=4" in pbs[0], "select=2:ncpus=4" in pbs[1]] == [True, True]
+    assert all("0-1%3" in words for words in pbs)
+    with pytest.raises(UserError, match=r"--over nodes: give -l select=1"):
+        [*jobs_to_queue(tmp_path, found, Pbs(), tmp_path / "my.pbs", [])]
+    for wrong in (["nodes=0"], ["nodes=1,two"], ["nodes="], ["nodes=1", "nodes=2"]):
+        with pytest.raises(UserError, match=r"--over: .*nodes"):
+            elements_of("digits", [], None, wrong)

@@ -91,12 +91,12 @@ def test_an_array_of_runs_each_requeued_by_itself(cluster: Cluster) -> None:
     cluster.command("scancel", "--signal=USR1", f"{number}_3")
     until(lambda: (runs[3] / "slurm" / "requeues").exists(), folder)
     listed = table(accel_train(cluster, "runs", "array"))
-    assert listed[names[3]][0] == "interrupted", listed
+    assert listed[names[3]][:3] == ["interrupted", "requeued", f"{number}_3"], listed
     # The operating system kills the first.
     killed = json.loads((runs[0] / "owner.json").read_text())
     assert killed["job"] == f"{number}_0"
     os.kill(killed["pid"], signal.SIGKILL)
-    until(lambda: table(accel_train(cluster, "runs", "array"))[names[0]][0] == "stale", folder)
+    until(lambda: table(accel_train(cluster, "runs", "array"))[names[0]][:2] == ["stale", "failed"], folder)
     assert "1 run queued as" in accel_train(cluster, *words)
     assert len(jobs_of(cluster, folder)) == 5
 
@@ -111,7 +111,7 @@ def test_an_array_of_runs_each_requeued_by_itself(cluster: Cluster) -> None:
     assert dict(line.split() for line in restarts) == {"0": "0", "1": "0", "2": "0", "3": "1"}
     until(lambda: "running" not in accel_train(cluster, "runs", "array"), folder)
     listed = table(accel_train(cluster, "runs", "array"))
-    assert {name: line[0] for name, line in listed.items()} == dict.fromkeys(names, "finished")
+    assert {name: line[:2] for name, line in listed.items()} == {name: ["finished", "finished"] for name in names}
     assert "finished already: " in accel_train(cluster, *words) and len(jobs_of(cluster, folder)) == 5
     report = accel_train(cluster, "report", "array")
     lines = [re.split(" {2,}", line) for line in report.splitlines() if line.startswith("test accuracy")]
@@ -171,12 +171,16 @@ def test_what_slurm_or_the_program_refuses_queues_nothing(cluster: Cluster) -> N
     assert {*queued(cluster, "")} <= {*before}  # of other tests' jobs some may have ended meanwhile
     accel_train(cluster, *words, *OPTIONS[:-1], "--hold", OPTIONS[-1])  # as it should be
     listed = table(accel_train(cluster, "runs", "refused"))
-    assert {line[0] + line[1] for line in listed.values()} == {"notbegun"}
+    assert {line[0] + line[1] + line[2] for line in listed.values()} == {"notbegunqueued"}
     cluster.command("scancel", next(cluster.directory.glob("refused/jobs/*.id")).read_text().strip())
     # Without the scheduler's answer nothing is known of them.
     squeue = cluster.directory / "silent" / "squeue"
     squeue.parent.mkdir()
-    squeue.write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
+    squeue.write_text("#!/bin/sh\nexec sleep 60\n")
     squeue.chmod(0o755)
+    shown = accel_train(cluster, "runs", "refused", PATH=f"{squeue.parent}:{PATH}")
+    assert "without the states of jobs: squeue has not answered within 10 s" in shown
+    assert "job" not in shown.splitlines()[0].split() and set(table(shown)) >= {"seed=0", "seed=1"}
+    squeue.write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
     silent = accel_train(cluster, *words, *OPTIONS, code=2, PATH=f"{squeue.parent}:{PATH}")
     assert silent.count("\n") == 1 and "Unable to contact slurm controller. Nothing was queued" in silent

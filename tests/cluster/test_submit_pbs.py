@@ -90,15 +90,16 @@ def test_an_array_of_which_one_run_is_stopped_and_continues(tmp_path: Path) -> N
         lambda: all((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 2000 for run in runs)
     )
     listed = table(tmp_path)
-    assert listed["seed=3"][0] == "running", listed
+    assert listed["seed=3"][:3] == ["running", "running", number.replace("[]", "[0]")], listed
     (runs[0] / "STOP").touch()  # as the script does before the time limit
     until(lambda: "[" not in (runs[0] / "slurm" / "job").read_text())
     assert "in the queue already: seed=3 (" in accel_train(tmp_path, *words, *asked)
     until(lambda: all((run / "result.json").exists() for run in runs))
     until(lambda: "running" not in str(table(tmp_path)))
     listed = table(tmp_path)
-    assert [listed[run.name][0] for run in runs] == ["finished"] * 2
-    assert (runs[0] / "slurm" / "job").read_text().strip() != number
+    assert [listed[run.name][:2] for run in runs] == [["finished", "finished"]] * 2
+    assert listed["seed=3"][2] == (runs[0] / "slurm" / "job").read_text().strip() != number
+    assert listed["seed=4"][2] == number.replace("[]", "[1]")
     for index, run in enumerate(runs):
         assert json.loads((run / "result.json").read_text())["epochs"] == 40
         assert f"seed: {index + 3}\n" in (run / "config.yaml").read_text()

@@ -17,6 +17,7 @@ from accel_train.errors import UserError, raise_mistakes
 
 MOST = 10_000
 """The most elements of one submission."""
+NODES = "nodes="
 LONGEST = 150  # characters of a name, which is that of a folder
 
 
@@ -31,28 +32,47 @@ class Element:
     config: Config
     recipe: str
     """The text of a recipe with all of its settings."""
+    nodes: int | None = None
+    """On how many nodes it is to run; None: as the job script or the user's options of the scheduler say."""
 
 
 def elements_of(recipe: str, arguments: Sequence[str], seeds: str | None, over: Sequence[str]) -> list[Element]:
     """Return an element for each combination of the seeds ("0-4,7"; None: the recipe's) and of the settings in `over`
-    ("optim.lr=0.1,0.01") of `RECIPE [--key value …]`. Raises UserError, of elements that of the first wrong one."""
+    ("optim.lr=0.1,0.01") of `RECIPE [--key value …]`. "nodes=1,2,4" is no setting: the same run on so many nodes.
+    Raises UserError, of elements that of the first wrong one."""
     mistakes: list[str] = []
-    axes = [_settings(text, mistakes) for text in over]
+    counts = _node_counts([text for text in over if text.startswith(NODES)], mistakes)
+    axes = [_settings(text, mistakes) for text in over if not text.startswith(NODES)]
     if seeds is not None:
         axes.append([Option("seed", (str(seed),), "--seeds") for seed in _seeds(seeds, mistakes)])
     keys = [axis[0].key for axis in axes if axis]
     given = [*keys, *given_keys(arguments)]
     mistakes += [f"--over, --seeds: {key} is given twice." for key in dict.fromkeys(keys) if given.count(key) > 1]
     raise_mistakes(mistakes)
-    if (count := math.prod(len(axis) for axis in axes)) > MOST:
+    if (count := math.prod(len(axis) for axis in axes) * len(counts)) > MOST:
         raise UserError(f"{count:,} elements, but one submission has at most {MOST:,}; submit a part of them.")
     variants = [*itertools.product(*axes)]
-    elements: dict[str, Element] = {}
+    elements: dict[tuple[str, int | None], Element] = {}
     for variant, config in zip(variants, parse_variants(recipe, arguments, variants), strict=True):
         text, options = to_yaml(config), tuple(_words(variant))
-        name = _name(variant) or _plain(config.recipe, 40)
-        elements.setdefault(text, Element(name, options, config, text))  # 0.1 and 0.10 are one
+        for nodes in counts:
+            parts = [*([] if nodes is None else [f"nodes={nodes}"]), *filter(None, [_name(variant)])]
+            name = "_".join(parts) or _plain(config.recipe, 40)
+            elements.setdefault((text, nodes), Element(name, options, config, text, nodes))  # 0.1 and 0.10 are one
     return [*elements.values()]
+
+
+def _node_counts(texts: Sequence[str], mistakes: list[str]) -> list[int | None]:
+    """Return the numbers of "nodes=1,2,4"; [None] if there is no such text."""
+    if len(texts) > 1:
+        mistakes.append("--over: nodes is given twice.")
+    found: list[int | None] = []
+    for word in texts[0].removeprefix(NODES).split(",") if texts else ():
+        if re.fullmatch("[1-9][0-9]{0,4}", word):
+            found.append(int(word))
+        else:
+            mistakes.append(f"--over: expected numbers of nodes, such as nodes=1,2,4, found {word!r}.")
+    return found or [None]
 
 
 def _settings(text: str, mistakes: list[str]) -> list[Option]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from accel_train.errors import UserError, print_line, reason_of
@@ -30,6 +31,8 @@ class Job:
     """Those of sbatch or qsub with which it was submitted, as far as they are known."""
     script: str
     may_requeue: bool = True
+    ends: float | None = None
+    """When the batch system will end it; seconds since 1970."""
     variables: tuple[str, ...] = ()
     """The names of the variables that the user has given to it (PBS)."""
 
@@ -44,10 +47,13 @@ class Slurm:
     """Options that a user may not give: those of `command`, and those with which the job could not be found again. Of
     --array=%4 only the number of elements that may run at a time is the user's."""
 
-    def command(self, job: str, elements: Path, count: int, script: Path, options: Sequence[str]) -> list[str]:
+    def command(
+        self, job: str, elements: Path, count: int, script: Path, options: Sequence[str], nodes: int | None = None
+    ) -> list[str]:
         """Return the command that submits the list `elements`, of `count` lines, as a job or an array named `job`."""
         limit, options = split_limit(options, "--array=")
         array = [f"--array=0-{count - 1}{limit}"] if count > 1 else []
+        options += [f"--nodes={nodes}"] if nodes else []
         log = str(elements.parent).replace("%", "%%") + ("/%x-%A_%a.log" if array else "/%x-%j.log")
         ours = ["sbatch", "--parsable", f"--job-name={job}", "--nodes=1", f"--output={log}", *array]
         return [*ours, *options, str(script), str(elements)]
@@ -57,13 +63,13 @@ class Slurm:
         answer = ask("squeue", "--me", "--noheader", "--states=all", f"--name={name}", "--format=%F")
         return (answer.split() or [""])[0]
 
-    def states(self, jobs: Iterable[str]) -> dict[str, str]:
+    def states(self, jobs: Iterable[str], seconds: float) -> dict[str, str]:
         """Return the states of these jobs and of their elements, 123 and 123_4, without forgotten jobs. Raises
         UserError."""
         numbers = sorted({job.partition("_")[0] for job in jobs})
         chosen = [f"--jobs={','.join(numbers)}"] if len(numbers) <= 1000 else []
         words = ["--array", "--noheader", "--states=all", "--Format=JobArrayID:40,State:20,RestartCnt:10"]
-        answer = ask("squeue", *words, *chosen, unknown="Invalid job id")
+        answer = ask("squeue", *words, *chosen, unknown="Invalid job id", seconds=seconds)
         return {job: _slurm_state(state, restarts) for job, state, restarts in map(str.split, answer.splitlines())}
 
     def job(self, number: str, words: Sequence[str], env: Mapping[str, str]) -> Job:
@@ -85,12 +91,19 @@ class Slurm:
         options = [f"--{option}={value}" for option, value in asked.items() if value]
         options += ["--exclusive"] * (record.get("OverSubscribe") == "NO")
         script = known.get("Command", self.script).removesuffix("".join(f" {word}" for word in words))
-        return Job(options, script, record.get("Requeue", "1") != "0")
+        ends = None
+        with suppress(ValueError, KeyError):
+            ends = datetime.fromisoformat(known["EndTime"]).timestamp()
+        return Job(options, script, record.get("Requeue", "1") != "0", ends)
 
     def again(self, job: Job, words: Sequence[str], variables: Mapping[str, str]) -> str:
         """Return the line that a person types to train with these `words` in a job like this one."""
         given = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
         return given + shlex.join(["sbatch", *job.options, job.script, *words])
+
+    def longer_warning(self, seconds: int) -> str:
+        """Return what asks for a warning so long before the end."""
+        return f"sbatch --signal=B:USR1@{seconds}"
 
 
 def split_limit(options: Sequence[str], array: str) -> tuple[str, list[str]]:
@@ -125,12 +138,18 @@ class Pbs:
     most = 10_000  # elements of an array: max_array_size is 10000 by default
     reserved = re.compile(r"-J(?!%[1-9]\d*$)|-[NIXz]")
 
-    def command(self, job: str, elements: Path, count: int, script: Path, options: Sequence[str]) -> list[str]:
+    def command(
+        self, job: str, elements: Path, count: int, script: Path, options: Sequence[str], nodes: int | None = None
+    ) -> list[str]:
         """As `Slurm.command`, with -J%4. The job finds the list in the variable TRAIN."""
         if re.search(r"""["'\\]""", str(elements)):
             raise UserError(f"--output-dir: qsub cannot pass on the quote or backslash in {elements.parent}.")
         limit, options = split_limit(options, "-J")
         array = ["-J", f"0-{count - 1}{limit}"] if count > 1 else []
+        if nodes is not None:
+            if not any(word.startswith("select=") for word in options):
+                raise UserError("--over nodes: give -l select=1:ncpus=…, of which the 1 becomes each number of nodes.")
+            options = [re.sub(r"^select=\d*:?", f"select={nodes}:", word) for word in options]
         variables, others, words = ["TRAIN"], [], iter(options)
         for word in words:  # of several -v, qsub obeys the last
             if word.startswith("-v"):
@@ -146,13 +165,13 @@ class Pbs:
         answer = ask("qselect", "-x", "-N", name) or ask("qselect", "-N", name)
         return (answer.split() or [""])[0]
 
-    def states(self, jobs: Iterable[str]) -> dict[str, str]:
+    def states(self, jobs: Iterable[str], seconds: float) -> dict[str, str]:
         """As `Slurm.states`, of 5.server and 5[4].server."""
         numbers = sorted({re.sub(r"\[\d+\]", "[]", job) for job in jobs})
         words = ["-f", "-t", *numbers]
         # Where PBS keeps no history of jobs that have ended, -x shows nothing at all.
-        answer = ask("qstat", "-x", *words, unknown="Job Id")
-        answer = answer or ask("qstat", *words, unknown="Job Id")
+        answer = ask("qstat", "-x", *words, unknown="Job Id", seconds=seconds)
+        answer = answer or ask("qstat", *words, unknown="Job Id", seconds=seconds)
         found = {}
         for record in re.split(r"^Job Id: ", answer, flags=re.MULTILINE)[1:]:
             values = dict(re.findall(r"^    (\w+) = (.*)$", record, flags=re.MULTILINE))
@@ -178,9 +197,10 @@ class Pbs:
         options += ["-W", f"group_list={record['group_list']}"] if "group_list" in record else []
         names = re.findall(r"(?:^|(?<!\\),)([A-Za-z_]\w*)=", record.get("Variable_List", ""))
         script = (record.get("Submit_arguments", "").split() or [""])[-1]
+        _, _, end = env.get(PBS_TIMES, "").partition(" ")
         given = tuple(name for name in names if not name.startswith("PBS_"))
         there = script if script and Path(script).is_file() else self.script
-        return Job(options, there, True, given)
+        return Job(options, there, True, float(end) if end else None, given)
 
     def again(self, job: Job, words: Sequence[str], variables: Mapping[str, str]) -> str:
         """As `Slurm.again`. qsub -v turns quotes into backslashes."""
@@ -188,6 +208,10 @@ class Pbs:
         passed = "-V" if re.search(r"""["'\\,]""", "".join(given.values())) else f"-v {','.join(given)}"
         assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
         return f"{assigned} qsub {passed} {shlex.join([*job.options, job.script])}"
+
+    def longer_warning(self, seconds: int) -> str:
+        """As `Slurm.longer_warning`."""
+        return f"LEAD_SECONDS={seconds}"
 
 
 OF_QSTAT = {"-A": "Account_Name", "-P": "project", "-N": "Job_Name", "-m": "Mail_Points", "-M": "Mail_Users"}
@@ -235,7 +259,12 @@ def ask(
     return done.stdout
 
 
-def states_of(jobs: Iterable[str]) -> dict[str, str]:
+def answers(job: str) -> bool:
+    """Whether the scheduler to which a job belongs is installed here."""
+    return any(shutil.which(each.program) for each in SCHEDULERS if ("." in job) == (each.name == "pbs"))
+
+
+def states_of(jobs: Iterable[str], seconds: float = ANSWER_SECONDS) -> dict[str, str]:
     """Return the states of these jobs, of Slurm (123, 123_4) or PBS (5.server, 5[4].server): one call of its command.
 
     Jobs that the scheduler has forgotten, and those of a scheduler that is not installed here, are left out. Raises
@@ -246,5 +275,5 @@ def states_of(jobs: Iterable[str]) -> dict[str, str]:
     for scheduler in SCHEDULERS:
         theirs = [job for job in jobs if ("." in job) == (scheduler.name == "pbs")]
         if theirs and shutil.which(scheduler.program):
-            found |= scheduler.states(theirs)
+            found |= scheduler.states(theirs, seconds)
     return found

@@ -114,11 +114,13 @@ def jobs_to_queue(
 
     The list's name is that of the job: 15 characters, which every PBS accepts. Raises UserError.
     """
-    for first in range(0, len(elements), scheduler.most):
-        part = elements[first : first + scheduler.most]
-        recipe = re.sub(r"[^A-Za-z0-9]", "", part[0].config.recipe)[:8]
-        path = folder / LISTS / f"{recipe if recipe[:1].isalpha() else 'train'}-{uuid.uuid4().hex[:6]}.jsonl"
-        yield part, path, scheduler.command(path.stem, path, len(part), script, options)
+    for nodes in dict.fromkeys(element.nodes for element in elements):  # all elements of an array have as many
+        alike = [element for element in elements if element.nodes == nodes]
+        for first in range(0, len(alike), scheduler.most):
+            part = alike[first : first + scheduler.most]
+            recipe = re.sub(r"[^A-Za-z0-9]", "", part[0].config.recipe)[:8]
+            path = folder / LISTS / f"{recipe if recipe[:1].isalpha() else 'train'}-{uuid.uuid4().hex[:6]}.jsonl"
+            yield part, path, scheduler.command(path.stem, path, len(part), script, options, nodes)
 
 
 def jobs_of_folder(folder: Path) -> dict[str, list[str]]:
@@ -173,7 +175,12 @@ def _number(path: Path) -> list[str]:
         text = read_regular_file(path, 1000).decode(errors="replace").strip()
     except OSError:
         return []
-    return [text] if JOB.fullmatch(text) else []
+    return [text] if is_job(text) else []
+
+
+def is_job(text: str) -> bool:
+    """Whether the text is the number of a job, as `states_of` takes it."""
+    return JOB.fullmatch(text) is not None
 
 
 def _check_same(run: Path, element: Element) -> None:
