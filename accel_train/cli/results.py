@@ -32,7 +32,7 @@ class Report(WeightsOptions):
 
     The page is one file that needs no network. If the run has no predictions of its weights yet, the test split (or the
     validation split) is evaluated once, and they are kept in RUN/predictions-SPLIT.npz. Several runs are compared by
-    what they have written: metrics and means over seeds; a CSV file beside the page has the numbers.
+    what they have written: metrics, means over seeds, Welch's test, speed; a CSV file beside the page has the numbers.
     """
 
     runs: Annotated[tuple[Path, ...], Word("RUN …")]

@@ -1,6 +1,8 @@
-"""Several runs beside each other, from their records: settings that differ, metrics, curves.
+"""Several runs beside each other, from their records: settings that differ, metrics, speed.
 
-Runs that differ in their seed alone are the runs of one setting. Over these, mean and standard deviation are taken.
+Runs that differ in their seed alone are the runs of one setting. Over these, mean and standard deviation are taken, and
+settings are compared by Welch's t-test (Welch 1947, "The generalization of Student's problem when several different
+population variances are involved", Biometrika 34).
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import io
 import json
 import math
 import statistics
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +35,11 @@ class Table:
 
 
 def compare_runs(runs: Sequence[RunRecords]) -> list[Table]:
-    """Return the tables of two runs or more: the runs, and the means over seeds if a setting has several."""
-    tables = [_results(runs), _means(runs)]
+    """Return the tables of two runs or more: the runs, the means over seeds, the differences of settings, the speed.
+
+    A table that has nothing to say is left out: differences need two settings with two seeds each.
+    """
+    tables = [_results(runs), _means(runs), _differences(runs), _speed(runs)]
     return [table for table in tables if table.rows]
 
 
@@ -143,6 +149,54 @@ def _means(runs: Sequence[RunRecords]) -> Table:
                 spread = format(statistics.stdev(values), form)
                 rows.append([title, name, str(len(values)), format(statistics.mean(values), form), spread])
     return Table("over seeds", ["metric", "setting", "seeds", "mean", "standard deviation"], rows)
+
+
+def _differences(runs: Sequence[RunRecords]) -> Table:
+    """Each setting with several seeds against the first of them, by the metric by which runs are judged."""
+    from scipy.stats import ttest_ind
+
+    rows: list[list[str]] = []
+    for key, (title, form) in list(_metrics(runs).items())[:1]:
+        samples = {
+            name: [value for run in group if (value := _metric(run, key)) is not None]
+            for name, group in _settings(runs).items()
+        }
+        (first, base), *others = [(name, values) for name, values in samples.items() if len(values) > 1] or [("", [])]
+        for name, values in others:
+            difference = statistics.mean(values) - statistics.mean(base)
+            row = [title, name, first, format(difference, f"+{form}")]
+            if len({*base}) == len({*values}) == 1:  # no spread to judge by
+                rows.append([*row, "", ""])
+                continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # nearly equal values: the p-value says it
+                test = ttest_ind(values, base, equal_var=False)
+            low, high = test.confidence_interval(0.95)
+            rows.append([*row, f"{low:+{form}} to {high:+{form}}", f"{test.pvalue:.2g}"])
+    head = ["metric", "setting", "against", "difference", "95 % interval", "p (Welch)"]
+    return Table("differences", head, rows)
+
+
+def _speed(runs: Sequence[RunRecords]) -> Table:
+    """Images a second, and how they grow with the number of processes among runs of the same setting."""
+    names, rows = dict(zip(map(id, runs), _names(runs), strict=True)), []
+    for group in _settings(runs).values():
+        known = [
+            (run, number(run.result.get("world_size")), number(run.result.get("images_per_second"))) for run in group
+        ]
+        timed = sorted(
+            ((count, speed, run) for run, count, speed in known if count and speed), key=lambda each: each[0]
+        )
+        for count, speed, run in timed:
+            fewest, slowest = timed[0][:2]
+            speed_up = ""
+            if count != fewest:
+                speed_up = f"{speed / slowest:.2f}x ({speed / slowest * fewest / count:.0%})"
+            seconds = number(run.result.get("train_seconds"))
+            cells = [run.devices, f"{speed:,.0f}", speed_up, "" if seconds is None else f"{seconds:,.0f}"]
+            rows.append([names[id(run)], f"{count:.0f}", *cells])
+    head = ["run", "processes", "devices", "images/s", "speed-up (efficiency)", "training, s"]
+    return Table("speed", head, rows)
 
 
 def _curves(runs: Sequence[RunRecords]) -> list[Chart]:
