@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import EncodedImages, most_bytes, read_image
+from accel_train.data.sources.files.encoded import BYTES_OF_HEADERS, EncodedImages, most_bytes, read_image
 from accel_train.data.sources.files.images import ImageError
 from accel_train.data.sources.splits import Source, Splits, named_splits, numbered, splits_of_files
 from accel_train.errors import UserError, first_of, nearest
@@ -25,6 +25,8 @@ from accel_train.user_code.reference import short_name
 TEXTS = ("string", "large_string")
 BUILDERS = ("arrow", "imagefolder", "parquet", "webdataset")
 """Those of the package datasets that read images, and never run code (pandas reads pickles)."""
+MOST_UNPACKED = 100
+"""Bytes that a byte of a Parquet file may unpack to: drawings of two colours as bitmaps come to some 30."""
 
 
 class HubImages(EncodedImages):
@@ -80,6 +82,9 @@ def _hugging_face(data: Data, folder: Path | None) -> Splits:
         where = {"path": name, "data_dir": str(folder or data.root), "cache_dir": folder and str(folder / ".arrow")}
     made = datasets.load_dataset_builder(**where)
     builder = type(made).__module__.rpartition(".")[2]
+    if builder == "parquet":
+        listed = (file for files in made.config.data_files.values() for file in files)
+        _check_unpacked(file for file in listed if Path(file).is_file())  # and not on the hub
     if builder not in BUILDERS:
         raise UserError(
             f"the data '{data.name}' would be read by the builder {builder} of datasets: expected one of images "
@@ -88,6 +93,20 @@ def _hugging_face(data: Data, folder: Path | None) -> Splits:
     named = named_splits(datasets.get_dataset_split_names(**where), data)
     tables = {split: datasets.load_dataset(split=stored, **where) for split, stored in named.items()}
     return splits_of_tables(data, tables, named)
+
+
+def _check_unpacked(files: Iterable[str]) -> None:
+    """Raise UserError for a Parquet file that says it unpacks to much more than it has: images hardly compress, but
+    zeros do, and datasets would write them to the disk."""
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    for file in files:
+        about, packed = parquet.read_metadata(file), Path(file).stat().st_size
+        unpacked = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+        if unpacked > MOST_UNPACKED * packed + BYTES_OF_HEADERS:
+            raise UserError(
+                f"{file} has {packed:,} bytes and would unpack to {unpacked:,}, more than {MOST_UNPACKED} times as "
+                "many, which no images do; remove it."
+            )
 
 
 def splits_of_tables(data: Data, tables: Mapping[str, Any], named: Mapping[str, str]) -> Splits:

@@ -160,6 +160,19 @@ def test_only_builders_of_images_are_used(tmp_path: Path, datasets, monkeypatch:
     assert not trap.exists()
 
 
+def test_a_small_parquet_file_of_many_zeros_is_refused_before_it_is_unpacked(tmp_path: Path, datasets) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "zeros" / "train.parquet"
+    file.parent.mkdir()
+    image = {"bytes": bytes(1 << 27), "path": None}
+    parquet.write_table(pyarrow.Table.from_pylist([{"image": image, "label": 0}]), file, compression="zstd")
+    assert file.stat().st_size < 1 << 20
+    for name, root in ((f"hfds/{file.parent}", tmp_path / "cache"), ("hfds/parquet", file.parent)):
+        with pytest.raises(UserError, match=r"train\.parquet has .* bytes and would unpack to 134,.*; remove it"):
+            load(name, root)
+    assert not [*tmp_path.rglob("*.arrow")]
+
+
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     with pytest.raises(UserError, match=r"pip install 'accel-train\[datasets\]'"):
