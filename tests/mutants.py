@@ -287,6 +287,8 @@ MUTANTS = [
            "optim/test_optim.py", "a milestone falls on the first update of its epoch"),
     Mutant("optim/schedule.py", "max(self.updates - begin, 2)", "max(self.updates, 2)",
            "optim/test_schedules_of_others.py", "cosine ends at the last update"),
+    Mutant("optim/schedule.py", "elif self._digest(done := state_dict[\"updates\"]) != state_dict[\"factors\"]:", "elif (done := 0):",
+           "optim/test_own_schedule.py", "a resume compares the factors of the updates that are done"),
     Mutant("optim/schedule.py", "if not (math.isfinite(number) and number >= 0):", "if not math.isfinite(number):",
            "optim/test_own_schedule.py", "no factor is negative"),
     Mutant("checkpoint/own_optimizer.py", "            _step(each, 2)", "            pass",

@@ -24,6 +24,7 @@ from accel_train.config.compatibility import (
     SAMPLE_KEYS,
     check_changes,
     differences,
+    is_under,
     learning_fingerprint,
 )
 from accel_train.config.schema import Config, as_dict
@@ -31,6 +32,7 @@ from accel_train.data.order.plan import create_plan
 from accel_train.errors import UserError
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.ownership.lease import Lease
+from accel_train.user_code.reference import parse_reference
 
 if TYPE_CHECKING:  # it imports torch's launcher, too
     from torch.distributed.checkpoint.stateful import Stateful
@@ -73,7 +75,7 @@ class Checkpoints(CheckpointStore):
             lease=lease or Lease(folder.parent, None),
             ema=ema,
             # All other schedules follow from the update's number, even if their settings are allowed to change.
-            schedule=schedule if config.schedule.name == "plateau" else None,
+            schedule=schedule if config.schedule.name == "plateau" or _has_own_schedule(config) else None,
             keep=config.checkpoint.keep,
             milestone_epochs=config.checkpoint.milestone_epochs,
         )
@@ -135,8 +137,9 @@ class Checkpoints(CheckpointStore):
             check_same_model(named_tensors(self.ema), snapshot.ema, path)
         if "best-metric" in changes and "best" in (snapshot.state["schedule"] or {}):
             snapshot.state["schedule"]["best"] = None  # as that of the position
-        if "schedule.name" in changes:
-            snapshot.state["schedule"] = None  # it begins anew
+        ends = {"epochs", "stop.updates", "batch-size", "schedule.per"} & changes.keys()
+        if "schedule.name" in changes or (_has_own_schedule(config) and (ends or is_under("schedule.name", allow))):
+            snapshot.state["schedule"] = None  # it begins anew, or its factors may be others
         self._check_schedule(snapshot.state["schedule"], path)
         return position, changes
 
@@ -212,6 +215,10 @@ def _too_short(position: TrainState, path: Path, config: Config, samples: int) -
         if plan.updates == config.stop.updates:
             option, state, least = f"--stop.updates {plan.updates}", f"{done} updates are done", done
     return f"{option}: {state} in {path}. Give at least {least}, or start a new run with another --output-dir."
+
+
+def _has_own_schedule(config: Config) -> bool:
+    return parse_reference("schedule.name", config.schedule.name) is not None
 
 
 def _rate_in(optimizer: Mapping[str, Any]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from array import array
 from numbers import Real
@@ -14,7 +15,7 @@ from accel_train.config.schema import Schedule
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.user_code.reference import Reference, parse_reference
+from accel_train.user_code.reference import Reference, parse_reference, short_name
 
 
 class Plateau:
@@ -61,7 +62,8 @@ class LearningRate:
     """The learning rates of a run of so many `updates`: `step_update(n)` sets those of update n, counted from 0.
 
     Call it before each update. The rates are a function of n alone, so that nothing needs to be saved; only plateau has
-    a state (`state_dict`), which `step(epochs_done, figure)` changes after an evaluation.
+    a state (`state_dict`), which `step(epochs_done, figure)` changes after an evaluation, and a user's own schedule one
+    that says which factors it had.
 
     During the warm-up the rate rises in a straight line from warmup_lr (at update 0). step, multistep and plateau count
     their epochs from the start of the run; cosine and poly fall from the end of the warm-up (without warmup_prefix: as
@@ -158,10 +160,24 @@ class LearningRate:
         self.step_update(self.update)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.plateau.state_dict()
+        if self.factors is None:
+            return self.plateau.state_dict()
+        return {"updates": self.update, "factors": self._digest(self.update)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.plateau.load_state_dict(state_dict)
+        """Raises UserError if a user's own schedule had other factors in the updates that are done."""
+        if self.factors is None:
+            self.plateau.load_state_dict(state_dict)
+        elif self._digest(done := state_dict["updates"]) != state_dict["factors"]:
+            raise UserError(
+                f"--schedule.name {short_name('schedule.name', self.schedule.name)}: in the {done} updates that are "
+                "done, the learning rates were others: the code, or what it reads, has changed. Give it as it was, or "
+                "go on with the new ones: --allow-change schedule.name."
+            )
+
+    def _digest(self, updates: int) -> str:
+        assert self.factors is not None
+        return hashlib.sha256(self.factors[:updates].tobytes()).hexdigest()
 
 
 def own_factors(

@@ -80,6 +80,19 @@ def test_what_is_no_factor_is_said_before_the_first_update(tmp_path: Path, line:
         made(tmp_path / "mine.py", f"def factor(epoch, epochs):\n    return {line}\n")
 
 
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_a_state_of_other_factors_is_refused(tmp_path: Path) -> None:
+    rate, _ = made(tmp_path / "mine.py", "def factor(epoch, epochs):\n    return 1.0\n")
+    rate.step_update(40)
+    saved = json.loads(json.dumps(rate.state_dict()))
+    later = "def factor(epoch, epochs):\n    return 1.0 if epoch < 5 else 0.5\n"
+    other, _ = made(tmp_path / "mine.py", later)
+    other.load_state_dict(saved)  # the updates that are done are equal
+    rate.step_update(41)
+    with pytest.raises(UserError, match="in the 41 updates that are done, the learning rates were others"):
+        other.load_state_dict(rate.state_dict())
+
+
 def test_a_mistake_in_the_name_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def factor(epoch, epochs):\n    return 1.0\n")
     for name, said in (("fator", "Did you mean 'factor'"), ("", "Name the function in it, too")):
@@ -113,8 +126,8 @@ def test_all_processes_have_the_main_processs_rates(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_a_resume_has_the_factors_of_the_code_as_it_is_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another length of the run needs --allow-change, as with cosine."""
+def test_a_resume_compares_the_updates_that_are_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The code may change what comes; another length of the run needs --allow-change, as with cosine."""
     file, run = tmp_path / "mine.py", tmp_path / "run"
 
     def train(text: str, *words: object) -> tuple[int, str]:
@@ -133,11 +146,14 @@ def test_a_resume_has_the_factors_of_the_code_as_it_is_now(tmp_path: Path, capsy
 
     assert train("1.0", "--epochs", 2)[0] == 0
     code, said = train("0.9", "--epochs", 2)
-    assert code == 0 and "continuing after update 5" in said and "mine.py" in said, said
+    assert code == 2 and "in the 5 updates that are done, the learning rates were others" in said, said
+    code, said = train("1.0 if epoch < 1 else 0.3", "--epochs", 2)
+    assert code == 0 and "continuing after update 5" in said, said
     code, said = train("1 / epochs", "--epochs", 3)
     assert code == 2 and "epochs" in said and "--allow-change" in said, said
     code, said = train("1 / epochs", "--epochs", 3, "--allow-change", "epochs")
     assert code == 0 and "the learning rate goes from 0.05 to 0.0167" in said, said
+    assert train("0.9", "--epochs", 3, "--allow-change", "epochs", "schedule.name")[0] == 0
 
 
 @pytest.mark.ci
