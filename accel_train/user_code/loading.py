@@ -2,16 +2,18 @@
 
 An exception in the user's code becomes one line that shows the user's own line.
 
-RUN/code.json names the code of each option, and RUN/code has the text of each file, but not of what these import.
-Anybody can prepare a run's folder, so its text is loaded only if the user has said --trust-code (tools/load_run.py). It
-is loaded by its path: no folder of a run is on Python's path. What it imports comes from the folder in which the user's
-own file was, or from the environment.
+RUN/code.json names the code of each option, and RUN/code has the text of each file. What these import is recorded by
+version or hash, but not copied. Anybody can prepare a run's folder, so its text is loaded only if the user has said
+--trust-code (tools/load_run.py). It is loaded by its path: no folder of a run is on Python's path. What it imports
+comes from the folder in which the user's own file was, or from the environment.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -160,16 +162,67 @@ def keep_code(
             continue
         kept = f"{FOLDER}/{path.stem}-{file_hash(path)[:12]}.py"
         write(kept, read_regular_file(path, follow=True))
-        entry = {"reference": str(reference), "kept": kept, "sha256": file_hash(path)}
+        entry = {"reference": str(reference), "kept": kept, "sha256": file_hash(path), "imports": imports(path)}
         old, now[option] = before.get(option, entry), entry
         if old.get("sha256") != entry["sha256"]:
             notes.append(
                 f"{option}: {path} has changed since the last start of this run. From update {update} on the new text "
                 f"is used; the old one is {old.get('kept')}."
             )
+        changed = [name for name, digest in _own_modules(entry).items() if _own_modules(old).get(name) != digest]
+        if changed and old.get("sha256") == entry["sha256"]:
+            notes.append(
+                f"{option}: {', '.join(changed)}, which {path.name} imports, has changed since the last start of this "
+                f"run. From update {update} on the new text is used."
+            )
     if now:
         write(FILE, (json.dumps(now, indent=2) + "\n").encode())
     return notes
+
+
+def imports(path: Path) -> dict[str, str]:
+    """Return what a file imports: the name of each module -> its version, or the hash of its file if it is the user's.
+
+    What these modules of the user's import is in it, too. Imports by other means than `import` statements are not seen.
+    """
+    packages = importlib.metadata.packages_distributions()
+    recorded: dict[str, str] = {}
+    files = [path]
+    for file in files:
+        for name in sorted(_imported_names(file)):
+            top = name.partition(".")[0]
+            if top in sys.stdlib_module_names or name in recorded:
+                continue
+            if top in packages:
+                recorded[top] = importlib.metadata.version(packages[top][0])
+                continue
+            beside = path.parent.joinpath(*name.split("."))
+            neighbours = (each for each in (beside.with_suffix(".py"), beside / "__init__.py") if each.is_file())
+            module = code_file(Reference("", name, "")) or next(neighbours, None)
+            recorded[name] = "not found" if module is None else f"sha256 {file_hash(module)}"
+            files += [module] if module is not None else []
+    return recorded
+
+
+def _imported_names(path: Path) -> set[str]:
+    names: set[str] = set()
+    try:
+        tree = ast.parse(read_regular_file(path, follow=True), str(path))
+    except (OSError, SyntaxError, ValueError):  # an error where it is imported
+        return names
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+    return names
+
+
+def _own_modules(entry: Mapping[str, Any]) -> dict[str, str]:
+    """The imported modules of the user's: the name of each -> "sha256 …"."""
+    recorded = entry.get("imports")
+    modules = recorded.items() if isinstance(recorded, dict) else ()
+    return {name: digest for name, digest in modules if str(digest).startswith("sha256 ")}
 
 
 def _read(run: Path) -> dict[str, dict[str, Any]]:

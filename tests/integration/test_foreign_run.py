@@ -67,7 +67,7 @@ def hostile(run: Path, option: str, reference: str, source: Path, **more: Any) -
     kept = f"code/{source.stem}-{digest[:12]}.py"
     (run / "code").mkdir(exist_ok=True)
     shutil.copy(source, run / kept)
-    entry = {"reference": reference, "kept": kept, "sha256": digest}
+    entry = {"reference": reference, "kept": kept, "sha256": digest, "imports": {}}
     before = json.loads((run / "code.json").read_text()) if (run / "code.json").exists() else {}
     (run / "code.json").write_text(json.dumps(before | {option: entry}))
     return run

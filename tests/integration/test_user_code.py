@@ -102,6 +102,9 @@ def test_a_run_s_code_runs_only_when_the_user_says_so(recipe: Path, tmp_path: Pa
     kept = json.loads((run / "code.json").read_text())
     assert set(kept) == {"model.name", "data.name", "loss.name"}
     assert (run / kept["model.name"]["kept"]).read_text() == CODE
+    imports = kept["model.name"]["imports"]
+    assert set(imports) == {"beside", "torch", "torchvision"}
+    assert imports["beside"].startswith("sha256 ")
     images = helpers.write_digits(tmp_path / "images")
 
     for words in (("evaluate", run), ("predict", run, *images)):

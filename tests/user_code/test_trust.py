@@ -151,16 +151,21 @@ def test_no_file_is_copied_to_where_a_run_says_unless_the_user_says_so(tmp_path:
     assert stage("--data.root", str(tmp_path)) is None and stage(trust=True) == elsewhere
 
 
-def test_a_start_tells_of_changed_code(tmp_path: Path) -> None:
+def test_a_start_tells_of_changed_code_and_of_a_changed_module_that_it_imports(tmp_path: Path) -> None:
     run, own = tmp_path / "run", tmp_path / "own"
     own.mkdir()
-    (own / "mine.py").write_text("def net(num_classes): ...\n")
+    (own / "mine.py").write_text("import beside_one\ndef net(num_classes): ...\n")
+    (own / "beside_one.py").write_text("import beside_two, yaml\n")
+    (own / "beside_two.py").write_text("width = 7\n")
     text = f'model: {{name: "{own}/mine.py:net"}}'
     assert write_run(run, text) == []
     assert write_run(run, text, update=4) == []
     own = own.rename(tmp_path / "moved")  # the same text in another folder is the same code
     text = f'model: {{name: "{own}/mine.py:net"}}'
     assert write_run(run, text, update=6) == []
+    (own / "beside_two.py").write_text("width = 8\n")
+    (note,) = write_run(run, text, update=8)
+    assert "model.name: beside_two, which mine.py imports, has changed since the last start of this run" in note
     before = (own / "mine.py").read_text()
     (own / "mine.py").write_text(before + "# changed\n")
     (note,) = write_run(run, text, update=12)
