@@ -88,16 +88,34 @@ def call(
     """Call the user's function with those arguments of `given` that its signature names, and all of `extra`.
 
     Of a function with `**kwargs` nobody knows what it takes; it gets `num_classes`, which each model needs. Raises
-    UserError if the function raises, also about its arguments.
+    UserError if the function does not take one of `extra`, needs another argument, or raises.
     """
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some callables of C have none
         parameters = {}
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    unknown = [name for name in extra if name not in parameters and not takes_all]
+    if unknown:
+        known = [name for name in parameters if name not in given]
+        raise UserError(
+            f"--{option}: {reference.short} does not take {unknown[0]!r}.{nearest(unknown[0], known) or listed(known)}"
+        )
     arguments = {
         name: value for name, value in given.items() if name in parameters or (takes_all and name == "num_classes")
     } | extra
+    missing = [
+        each.name
+        for each in parameters.values()
+        if each.default is each.empty
+        and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        and each.name not in arguments
+    ]  # fmt: skip
+    if missing:
+        raise UserError(
+            f"--{option}: {reference.short} needs the argument {missing[0]!r}, but it is called with "
+            f"{', '.join(given) or 'no argument'}. Give {missing[0]!r} a default value."
+        )
     with showing_user_lines(option, reference):
         return function(**arguments)
 
