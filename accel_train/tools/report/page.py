@@ -167,8 +167,7 @@ def page_of_run(run: RunRecords, evaluation: Row, worst: Sequence[Picture], note
         base=base,
         differences=differences,
         settings=run.settings,
-        machine=machine_of(run),
-        costs=costs_of(run),
+        machine=machine_and_time(run),
         notes=notes,
     )
 
@@ -268,35 +267,20 @@ def facts_of(run: RunRecords) -> list[tuple[str, str]]:
     return facts + ([("training images", f"{trained:,}")] if trained else [])
 
 
-def machine_of(run: RunRecords) -> list[tuple[str, str]]:
-    found = run.environment
-    packages = found.get("packages") or {}
+def machine_and_time(run: RunRecords) -> list[tuple[str, str]]:
+    """Where the run trained, what it cost, its speed, and the updates that were skipped."""
+    cost = cost_of(read_starts(run.path))
+    hours, speed = cost.get("accelerator_hours"), run.result.get("images_per_second")
+    skipped = run.result.get("left_out_updates")
     rows = [
-        ("processes", str(found.get("world_size", ""))),
+        ("processes", str(run.environment.get("world_size", ""))),
         ("devices", run.devices),
-        ("precision", str(found.get("precision", ""))),
-        ("host", str(found.get("host", ""))),
-        ("platform", str(found.get("platform", ""))),
-        ("cores", str(found.get("cores", ""))),
-        ("Python", str(found.get("python", ""))),
-        *((str(name), str(version)) for name, version in packages.items()),
-        ("CUDA", str(found.get("cuda") or "")),
-        ("commit", str(found.get("commit") or "")),
+        ("time", cost_text(cost) if cost else ""),
+        ("accelerator-hours", f"{hours:.3g}" if hours else ""),
+        ("speed of training", f"{speed:,.0f} images/s" if speed else ""),
+        ("skipped updates", f"{skipped:,}" if skipped else ""),
     ]
     return [(name, value) for name, value in rows if value]
-
-
-def costs_of(run: RunRecords) -> list[tuple[str, str]]:
-    """What the run cost, its speed, and the updates that were skipped."""
-    cost = cost_of(read_starts(run.path))
-    rows = [("time", cost_text(cost))] if cost else []
-    if hours := cost.get("accelerator_hours"):
-        rows.append(("accelerator-hours", f"{hours:.3g}"))
-    if speed := run.result.get("images_per_second"):
-        rows.append(("speed of training", f"{speed:,.0f} images/s"))
-    if skipped := run.result.get("left_out_updates"):
-        rows.append(("skipped updates", f"{skipped:,}"))
-    return rows
 
 
 def check_page(option: str, path: Path) -> None:
