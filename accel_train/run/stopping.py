@@ -8,6 +8,7 @@ nobody waits for a GPU, and all processes act one update later.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -54,7 +55,8 @@ class StopRequests:
         self.saves_requested = self.saves_done = 0
         self.last_save = self.last_poll = 0.0
         self._save_is_pending = False
-        self._ctrl_c = _CtrlC(self)
+        self._listens_to_ctrl_c = False  # if not, it interrupts the main thread
+        self._first_ctrl_c = math.inf  # when it came
         self._group: Any = None
         self._requests = torch.zeros(2, dtype=torch.int64)
         self._reduction: Any = None
@@ -70,7 +72,6 @@ class StopRequests:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ctrl_c.forget()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -81,7 +82,7 @@ class StopRequests:
         `save_every_seconds`: 0 is never. Raises UserError if the processes cannot connect within `connect_seconds`.
         """
         self.run, self.save_every_seconds = run, save_every_seconds
-        self._ctrl_c.listen()
+        self._listens_to_ctrl_c = True
         self.last_save = time.monotonic()
         self.last_poll = -math.inf  # a file STOP that exists already counts, even if training is short
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -97,11 +98,22 @@ class StopRequests:
             self._reduction = None
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        now, again = time.monotonic(), number == signal.SIGINT
         if number != signal.SIGINT:
             record_stop_signal(number)
             self.reason = signal.Signals(number).name
-        elif not self._ctrl_c.listens:
-            raise KeyboardInterrupt  # the second Ctrl-C, or there is nothing to save yet
+            # A launcher sends it to its ranks at the second Ctrl-C.
+            again = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ and not in_job()
+        elif not self._listens_to_ctrl_c:
+            raise KeyboardInterrupt  # there is nothing to save yet
+        elif self._first_ctrl_c == math.inf:
+            self.reason, self._first_ctrl_c = "SIGINT", now
+            if self.run is not None:
+                with contextlib.suppress(RuntimeError):  # the main thread is just writing there
+                    print_line("accel-train: saving after this update; Ctrl-C again stops without saving", sys.stderr)
+        if again and self._listens_to_ctrl_c and now - self._first_ctrl_c > ECHO_SECONDS:
+            self._listens_to_ctrl_c = False
+            raise KeyboardInterrupt
 
     def poll(self) -> tuple[bool, bool]:
         """Whether to stop, and whether to save: the requests of all processes at the end of the previous update.
@@ -163,58 +175,6 @@ class StopRequests:
         """Ask for a checkpoint at the end of an update; one that is asked for and not made yet is enough."""
         if self.saves_requested == self.saves_done:  # at most one request at a time
             self.saves_requested += 1
-
-
-class _CtrlC:
-    """Answers Ctrl-C at once, in a thread.
-
-    Python calls a signal's handler between two of its own instructions, and a whole backward pass is one instruction.
-    But Python's handler in C writes the number of each signal into a pipe at once, and the thread reads that pipe.
-    """
-
-    def __init__(self, requests: StopRequests) -> None:
-        self.listens = False  # if not, Ctrl-C interrupts the main thread
-        self._again = {signal.SIGINT}
-        self._requests = requests
-        self._thread: threading.Thread | None = None
-
-    def listen(self) -> None:
-        """From now on the first Ctrl-C requests a stop, and a second one interrupts the main thread."""
-        self._output, self._input = os.pipe()
-        os.set_blocking(self._input, False)
-        self._before = signal.set_wakeup_fd(self._input, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._answer, name="ctrl-c", daemon=True)
-        self._thread.start()
-        self.listens = True
-        if "TORCHELASTIC_RUN_ID" in os.environ and not in_job():
-            self._again.add(signal.SIGTERM)  # the launcher sends it to its ranks at the second Ctrl-C
-
-    def forget(self) -> None:
-        """Restore what Ctrl-C did before."""
-        self.listens = False
-        if self._thread is not None:
-            signal.set_wakeup_fd(self._before)
-            os.write(self._input, bytes(1))  # no signal has this number
-            self._thread.join()
-            os.close(self._input)
-            os.close(self._output)
-
-    def _answer(self) -> None:
-        """In the thread: read the signals' numbers until `forget` writes a 0."""
-        first = None
-        while number := os.read(self._output, 1)[0]:
-            if not self.listens:
-                continue
-            if first is None and number == signal.SIGINT:
-                first = time.monotonic()
-                self._requests.reason = "SIGINT"
-                if self._requests.run is not None:
-                    print_line("accel-train: saving after this update; Ctrl-C again stops without saving", sys.stderr)
-            elif first is not None and number in self._again and time.monotonic() - first > ECHO_SECONDS:
-                self.listens = False
-                signal.pthread_kill(
-                    threading.main_thread().ident or 0, signal.SIGINT
-                )  # a real signal, which also interrupts a wait
 
 
 def _remove(path: Path) -> bool:

@@ -209,30 +209,6 @@ def test_second_ctrl_c_stops_at_once_under_a_launcher(tmp_path: Path) -> None:
         assert run.status["state"] == "failed"
 
 
-def test_ctrl_c_is_answered_while_one_operation_lasts(tmp_path: Path) -> None:
-    """Python's own handler of a signal would wait for a backward pass, say. Here it is another long operation."""
-    program = (
-        "import hashlib, pathlib, sys\n"
-        "from accel_train.run.stopping import StopRequests\n"
-        "with StopRequests() as stopping:\n"
-        f"    stopping.begin(pathlib.Path({str(tmp_path)!r}), 0, 1)\n"
-        "    print('begun', flush=True)\n"
-        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 100_000_000)\n"
-    )
-    ours, its = os.pipe()
-    with open(ours) as shown, open(its, "wb") as out:  # noqa: PTH123
-        popen = helpers.forked(("-c", program), 1, helpers.environment(), out, out)
-        try:
-            assert shown.readline() == "begun\n"
-            pressed = time.monotonic()
-            popen.send_signal(signal.SIGINT)
-            assert "saving after this update" in shown.readline()
-            assert time.monotonic() - pressed < 5
-            assert popen.poll() is None
-        finally:
-            popen.send_signal(signal.SIGKILL)
-
-
 @pytest.mark.slow
 def test_ctrl_c_at_a_terminal_saves_and_ends_a_loop_of_the_shells(tmp_path: Path) -> None:
     line = shlex.join(helpers.command(*LONG, "--output-dir", tmp_path / "run"))
