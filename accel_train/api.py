@@ -49,7 +49,7 @@ def train(
     observers: Sequence[object] = (),
     **settings: Any,
 ) -> TrainingResult:
-    """Train, or continue the run in its output directory; return its directory, how it ended, and its figures.
+    """Train, or continue the run in its output directory; return its directory, how it ended, and its metrics.
 
     `recipe`: a recipe's name or file, or its content as a dict, such as {"base": "digits", "optim": {"lr": 0.1}}; files
     in a dict are relative to the working folder. `settings`: options as keywords, such as epochs=3, optim={"lr": 0.1}.
@@ -84,7 +84,7 @@ def train(
 def load_run(
     run: str | os.PathLike[str], *, checkpoint: str | Path | None = None, trust_code: bool = False, model: Any = None
 ) -> LoadedRun:
-    """Return a run's model with its transform, class names and figures.
+    """Return a run's model with its transform, class names and metrics.
 
     `checkpoint`: "best", "last", or a checkpoint's folder or name, such as "update-00001234"; default: "last", the
     final weights, or the newest checkpoint of a run that has not finished. `trust_code`: execute the model's code that

@@ -83,28 +83,28 @@ def evaluate(
     # With several labels also an infinite logit is none, whatever the loss is. With one it may exclude a class.
     no_numbers = of_samples["loss"].isnan() | ~predictions.isfinite().view(len(ids), -1).all(1)
     broken = int(no_numbers.sum())
-    own_figures = {} if own is None else own.figures(all_logits, labels, broken=broken > 0)
-    names = [*(metric.name for metric in task.metrics), *own_figures]
+    own_values = {} if own is None else own.compute(all_logits, labels, broken=broken > 0)
+    names = [*(metric.name for metric in task.metrics), *own_values]
     classes, confusion = pipeline.transform.num_classes, None
-    of_classes: dict[str, list[float | None]]
+    class_metrics: dict[str, list[float | None]]
     if broken:
         # The highest of such logits is their first: its accuracy could be the best of the run, and mean nothing.
-        figures = dict.fromkeys(names, math.nan)
-        of_classes = {name: [None] * classes for name in task.class_metrics}
+        metrics = dict.fromkeys(names, math.nan)
+        class_metrics = {name: [None] * classes for name in task.class_metrics}
     else:
-        figures = {name: score.sum().item() / pipeline.samples for name, score in of_samples.items()}
+        values = {name: score.sum().item() / pipeline.samples for name, score in of_samples.items()}
         for metric in task.metrics:
             if isinstance(metric, SplitMetric):
-                figures[metric.name] = metric.compute(predictions, labels)
-        figures = {name: (figures | own_figures)[name] for name in names}
+                values[metric.name] = metric.compute(predictions, labels)
+        metrics = {name: (values | own_values)[name] for name in names}
         # They end with the last class that occurs.
-        of_classes = {name: compute(predictions, labels) for name, compute in task.class_metrics.items()}
-        of_classes = {name: values + [None] * (classes - len(values)) for name, values in of_classes.items()}
+        class_metrics = {name: compute(predictions, labels) for name, compute in task.class_metrics.items()}
+        class_metrics = {name: values + [None] * (classes - len(values)) for name, values in class_metrics.items()}
         if not task.keeps_logits:
             counts = torch.bincount(labels * classes + predictions, minlength=classes * classes)
             confusion = counts.view(classes, classes).tolist()
     images = count_classes(labels, classes)
-    return Evaluation(figures, len(ids), of_classes, images, confusion, labels, all_logits, broken)
+    return Evaluation(metrics, len(ids), class_metrics, images, confusion, labels, all_logits, broken)
 
 
 def read_together(accelerator: Accelerator, batches: Iterator[Batch]) -> Iterator[Batch]:

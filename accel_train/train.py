@@ -193,10 +193,10 @@ def evaluate(setup: TrainingSetup, run: Run, *, is_last: bool, steps_schedule: b
     if "val" in setup.evaluations:
         metric = config.best_metric or setup.splits.task.best_metric
         lower_is_better = LOWER_IS_BETTER if setup.own_metrics is None else setup.own_metrics.lower_is_better
-        figure, lower = run.evaluate("val").deciding(metric), metric in lower_is_better
+        value, lower = run.evaluate("val").deciding(metric), metric in lower_is_better
         if steps_schedule:
-            setup.schedule.step(done, -figure if lower else figure)
-        return run.state.record_best(figure, done, lower=lower)
+            setup.schedule.step(done, -value if lower else value)
+        return run.state.record_best(value, done, lower=lower)
     if "test" in setup.evaluations and not is_last:
         # Nothing is decided by the result. After the last epoch `fit` tests anyway.
         run.evaluate("test")

@@ -30,7 +30,7 @@ class Pruning:
     def on_evaluation(self, evaluation):
         if evaluation.split != "val":
             return None
-        self.trial.report(evaluation.figures["accuracy"], evaluation.epoch)
+        self.trial.report(evaluation.metrics["accuracy"], evaluation.epoch)
         self.pruned = self.trial.should_prune()
         return "stop" if self.pruned else None
 
@@ -50,7 +50,7 @@ def objective(trial, options):
         try_again(trial.study, trial)
         trial.study.stop()
         raise RuntimeError(f"stopped by {result.stopped_by}")
-    return result.figures["best_value"]
+    return result.metrics["best_value"]
 
 
 def try_again(study, trial):

@@ -56,7 +56,7 @@ def fed(accelerator: Accelerator, augment: Augment, accumulation: int, epoch: in
 
 
 def counted(result: Evaluation) -> dict[str, object]:
-    return {**result.figures, "count": result.count, "confusion": result.confusion}
+    return {**result.metrics, "count": result.count, "confusion": result.confusion}
 
 
 def main() -> None:

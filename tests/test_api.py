@@ -80,10 +80,10 @@ def test_evaluate_returns_what_the_command_line_prints_and_writes(run: Path) -> 
     evaluate(run, "--data.train-limit", "30", split="train")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     written = json.loads(before[run / "evaluation-train.json"])
-    assert result.figures | {"time": written["time"]} == written
+    assert result.metrics | {"time": written["time"]} == written
     assert result.predictions is not None
     right = (result.predictions.logits.argmax(1) == result.predictions.labels).mean()
-    assert right == pytest.approx(result.figures["model"]["accuracy"])
+    assert right == pytest.approx(result.metrics["model"]["accuracy"])
 
 
 @pytest.mark.ci
@@ -96,10 +96,10 @@ def test_export_and_report_return_what_they_have_written(run: Path, tmp_path: Pa
         export(run, "pt2", output=run)
     page = report(run, output=tmp_path / "page.html")
     assert page.path == tmp_path / "page.html" and page.path.is_file()
-    assert page.figures["model"]["accuracy"] == evaluate(run).figures["model"]["accuracy"]
-    assert report(run, run, output=page.path).figures == page.figures  # one run, and no comparison of it with itself
+    assert page.metrics["model"]["accuracy"] == evaluate(run).metrics["model"]["accuracy"]
+    assert report(run, run, output=page.path).metrics == page.metrics  # one run, and no comparison of it with itself
     shutil.copytree(run, tmp_path / "copy")
-    assert report(run, tmp_path / "copy", output=page.path).figures == {}
+    assert report(run, tmp_path / "copy", output=page.path).metrics == {}
 
 
 def test_evaluate_returns_the_same_on_each_process_and_again(run: Path, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ import json, os
 from accel_train.api import evaluate
 for words in ((), ("--data.test-limit", "30")):
     result = evaluate({str(run)!r}, *words)
-    told = json.dumps([result.figures["model"]["count"], result.figures])
+    told = json.dumps([result.metrics["model"]["count"], result.metrics])
     os.write(1, f"told: {{told}}\\n".encode())  # in one piece: both processes write to one pipe
 """
     found = told(helpers.python("-c", script, cwd=tmp_path, processes=2))
@@ -209,7 +209,7 @@ import json, os, signal, threading, time
 from pathlib import Path
 from accel_train.api import load_run, train
 def tell(result):
-    figures = {name: result.figures.get(name) for name in ("epochs", "updates", "test_accuracy")}
+    figures = {name: result.metrics.get(name) for name in ("epochs", "updates", "test_accuracy")}
     told = json.dumps([str(result.directory), result.finished, result.stopped_by, figures])
     os.write(1, f"told: {told}\\n".encode())  # in one piece: all processes write to one pipe
 """
@@ -231,7 +231,7 @@ else:
     result = train(*again)
     tell(result)
     assert result.nothing_left and Path(result) == Path("run") and (result / "result.json").is_file()
-    assert load_run(result).result == result.figures
+    assert load_run(result).result == result.metrics
 """
     (stopped,) = told(helpers.python("-c", script, cwd=tmp_path))
     finished, again = told(helpers.python("-c", script, cwd=tmp_path))

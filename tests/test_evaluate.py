@@ -53,9 +53,9 @@ def evaluated(logits: Tensor, *batches: list[int], model: nn.Module | None = Non
 def test_each_sample_counts_once_in_any_batches() -> None:
     whole = evaluated(LOGITS, [0, 1, 2, 3, 4])
     parts = evaluated(LOGITS, [3, 1], [4, 0], [2, -3], keep_logits=True)
-    assert parts.figures == whole.figures and parts.count == 5
-    assert parts.figures["accuracy"] == 3 / 5 and parts.figures["top5_accuracy"] == 1
-    assert parts.figures["loss"] == pytest.approx(nn.functional.cross_entropy(LOGITS, LABELS).item())
+    assert parts.metrics == whole.metrics and parts.count == 5
+    assert parts.metrics["accuracy"] == 3 / 5 and parts.metrics["top5_accuracy"] == 1
+    assert parts.metrics["loss"] == pytest.approx(nn.functional.cross_entropy(LOGITS, LABELS).item())
     assert parts.labels is not None and torch.equal(parts.labels, LABELS)
     assert parts.logits is not None and torch.equal(parts.logits, LOGITS)  # in the order of the samples' numbers
 
@@ -63,7 +63,7 @@ def test_each_sample_counts_once_in_any_batches() -> None:
 def test_rows_are_true_classes_and_columns_predicted_ones() -> None:
     found = evaluated(LOGITS, [0, 1, 2, 3, 4])
     assert found.confusion == [[1, 1, 0], [0, 1, 0], [1, 0, 1]]
-    assert found.images == [2, 1, 2] and found.of_classes == {"accuracy": [0.5, 1.0, 0.5]}
+    assert found.images == [2, 1, 2] and found.class_metrics == {"accuracy": [0.5, 1.0, 0.5]}
 
 
 @pytest.mark.parametrize("batches", [[[0, 1, 2, 3]], [[0, 1, 2, 3, 4, 4]], [[0, 1, 2, 3, 3]]])
@@ -82,8 +82,8 @@ def test_an_output_of_nan_leaves_no_figure() -> None:
     logits = LOGITS.clone()
     logits[2, 0] = math.nan
     found = evaluated(logits, [0, 1, 2], [3, 4])
-    assert found.broken == 1 and all(math.isnan(figure) for figure in found.figures.values())
-    assert found.confusion is None and found.of_classes == {"accuracy": [None] * 3} and found.images == [2, 1, 2]
+    assert found.broken == 1 and all(math.isnan(figure) for figure in found.metrics.values())
+    assert found.confusion is None and found.class_metrics == {"accuracy": [None] * 3} and found.images == [2, 1, 2]
     assert "NaN or infinite for 1 of 5 images" in (found.warning("val") or "")
 
 
@@ -121,7 +121,7 @@ def test_the_next_call_overwrites_no_result(task: Task) -> None:
     found = evaluate(Accelerator(cpu=True), Overwriting(), pipeline, keep_logits=True)
     expected = evaluate(Accelerator(cpu=True), nn.Identity(), pipeline, keep_logits=True)
     assert found.logits is not None and torch.equal(found.logits, logits)
-    assert found.figures == expected.figures
+    assert found.metrics == expected.metrics
 
 
 def test_a_small_split_is_padded_to_a_power_of_two() -> None:

@@ -38,7 +38,7 @@ class TrainState:
     """How long the run has lasted, all starts together, from each one's beginning to its last save or end of an epoch.
     What was done after the last save before a kill, and has to be done again, is counted once."""
     epoch_loss_sum: float = 0.0
-    """This and the next two are sums over the samples of the current epoch, so that its training figures are exact
+    """This and the next two are sums over the samples of the current epoch, so that its training metrics are exact
     after a resume."""
     epoch_correct: int = 0
     epoch_count: int = 0
@@ -113,15 +113,15 @@ class TrainState:
         """Whether the hours of --stop.hours are over."""
         return config.stop.hours is not None and self.wall_seconds >= config.stop.hours * 3600
 
-    def record_best(self, figure: float, epoch: int, *, lower: bool) -> bool:
+    def record_best(self, value: float, epoch: int, *, lower: bool) -> bool:
         """Take the value of the best metric after `epoch` epochs; return whether it is the best one so far.
 
         `lower`: whether lower values are better. One that is not finite is never the best.
         """
         best = self.best_figure
-        is_best = math.isfinite(figure) and (best is None or (figure < best if lower else figure > best))
+        is_best = math.isfinite(value) and (best is None or (value < best if lower else value > best))
         if is_best:
-            self.best_figure, self.best_update, self.best_epoch = figure, self.update, epoch
+            self.best_figure, self.best_update, self.best_epoch = value, self.update, epoch
         elif self.best_epoch is None:
             self.best_epoch = epoch  # nothing is finite yet: the patience begins here
         return is_best

@@ -32,7 +32,7 @@ class Evaluate(WeightsOptions):
 
     --data.KEY VALUE changes the data of the run: another folder, or a limit; --model.eval-image-size,
     --augment.resize and --augment.crop-fraction change the size of the images. With several processes: accelerate
-    launch … -m accel_train evaluate RUN. All figures, also per class, are written to RUN/evaluation-SPLIT.json, which
+    launch … -m accel_train evaluate RUN. All metrics, also per class, are written to RUN/evaluation-SPLIT.json, which
     the next evaluation overwrites, and to a new file in RUN/evaluations.
     """
 
@@ -69,34 +69,34 @@ def evaluate(arguments: Sequence[str]) -> int:
         trust_code=options.trust_code,
         keep_predictions=options.predictions is not None,
     )
-    figures, predictions = result.file(options.run), options.predictions
+    file, predictions = result.file(options.run), options.predictions
     failures = result.keep(options.run, predictions) if launch.rank == 0 else []
     end_world()
     if launch.rank != 0:
         return 0
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `evaluate … | head` ends quietly; nothing is left to be written
-    print_figures(result)
+    print_metrics(result)
     print_classes(result)
     print_line("")
     if predictions is not None and predictions not in failures:
         print_line(f"the logits of {result.last['weights']}: {predictions}")
-    if figures not in failures:
-        print_line(f"all classes{' and the confusion counts' if 'confusion' in result.last else ''}: {figures}")
+    if file not in failures:
+        print_line(f"all classes{' and the confusion counts' if 'confusion' in result.last else ''}: {file}")
     return 1 if failures else 0
 
 
 SHOWN = 20  # at most so many classes are printed
 
 
-def print_figures(result: EvaluationResult) -> None:
-    """Print a row for each figure and a column for each of the weights: the model's and, if there is one, the EMA's."""
+def print_metrics(result: EvaluationResult) -> None:
+    """Print a row for each metric and a column for each of the weights: the model's and, if there is one, the EMA's."""
     from accel_train.tools.evaluate_run import metric_rows
 
-    records = [result.figures[name] for name in ("model", "ema") if name in result.figures]
+    records = [result.metrics[name] for name in ("model", "ema") if name in result.metrics]
     metrics = result.task.evaluation_metrics(result.chosen)
     rows = [
         [f"  {title}" if key == "accuracy_interval" else title, *values]
-        for key, title, values in metric_rows(records, result.figures["classes"], metrics)
+        for key, title, values in metric_rows(records, result.metrics["classes"], metrics)
     ]
     print_line("")
     head = ["", *(record["weights"] for record in records)]
@@ -110,9 +110,9 @@ def print_classes(result: EvaluationResult) -> None:
     """
     from accel_train.tools.evaluate_run import without_images
 
-    classes = result.figures["classes"]
+    classes = result.metrics["classes"]
     _print_rows(result.last, classes)
-    if empty := without_images(result.last, classes, result.figures["split"]):
+    if empty := without_images(result.last, classes, result.metrics["split"]):
         print_line("")
         print_line(empty)
 
@@ -136,7 +136,7 @@ def _print_rows(record: dict[str, Any], classes: Sequence[str]) -> None:
     else:
         print_line("")
     head = ["class", "images", *columns]
-    behind = 2 + list(columns).index(first) + 1  # where the interval of the first figure is
+    behind = 2 + list(columns).index(first) + 1  # where the interval of the first metric is
     rows = []
     for label in labels:
         values = [column[label] for column in columns.values()]

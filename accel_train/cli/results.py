@@ -28,7 +28,7 @@ from accel_train.untrusted import is_number, read_json_lines, read_json_object, 
 
 @dataclass(frozen=True, kw_only=True)
 class Report(WeightsOptions):
-    """Write a page about a run: curves, figures, confusion, the worst images. Of several runs: compare them.
+    """Write a page about a run: curves, metrics, confusion, the worst images. Of several runs: compare them.
 
     The page is one file that needs no network. If the run has no predictions of its weights yet, the test split (or the
     validation split) is evaluated once, and they are kept in RUN/predictions-SPLIT.npz. Several runs are compared by
@@ -302,7 +302,7 @@ def _accuracy(run: Path, result: Mapping[str, Any]) -> str:
 
 
 def _evaluations(run: Path, name: str) -> list[float]:
-    """Return the figure `name` of all evaluations of the validation split in metrics.jsonl whose loss is finite."""
+    """Return the metric `name` of all evaluations of the validation split in metrics.jsonl whose loss is finite."""
     try:
         lines = [line for line in read_json_lines(run / "metrics.jsonl", "eval") if line.get("split") == "val"]
     except OSError:

@@ -57,7 +57,7 @@ def contradictions(config: Config) -> dict[str, str]:
     names = [metric_name(text) for text in config.metrics]
     users = [metric_name(text) for text in config.metrics if text not in CHOSEN_METRICS]
     if taken := [name for name in users if name in TAKEN_NAMES or name.startswith("class_")]:
-        mistakes["metrics"] = f"names that no built-in figure has (rename {', '.join(taken)})"
+        mistakes["metrics"] = f"names that no built-in metric has (rename {', '.join(taken)})"
     elif twice := {name for name in names if names.count(name) > 1}:
         mistakes["metrics"] = f"each name once (rename {', '.join(sorted(twice))})"
     if config.best_metric not in (None, *BEST_METRICS, *names):

@@ -19,11 +19,11 @@ from accel_train.user_code.reference import Reference, parse_reference, short_na
 
 
 class Plateau:
-    """Counts the decays of the learning rate: one when a figure of the validation split no longer rises.
+    """Counts the decays of the learning rate: one when a metric of the validation split no longer rises.
 
     timm's own does not save its counters and will be removed. The rule is torch's ReduceLROnPlateau (mode max, without
     a threshold): the rate decays after the first evaluation that makes more than schedule.patience_epochs without a
-    better figure, counted from the best evaluation or from the last decay. Evaluations in the warm-up do not count.
+    better value, counted from the best evaluation or from the last decay. Evaluations in the warm-up do not count.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -39,7 +39,7 @@ class Plateau:
         return max(base * self.schedule.decay**self.decays, min(base, self.schedule.min_lr))
 
     def step(self, epoch: int, metric: float) -> None:
-        """Record the figure `metric` after `epoch` epochs, higher if better."""
+        """Record the value `metric` after `epoch` epochs, higher if better."""
         since, self.epoch = epoch - self.epoch, epoch
         if epoch <= self.schedule.warmup_epochs:
             return
@@ -62,7 +62,7 @@ class LearningRate:
     """The learning rates of a run of so many `updates`: `step_update(n)` sets those of update n, counted from 0.
 
     Call it before each update. The rates are a function of n alone, so that nothing needs to be saved; only plateau has
-    a state (`state_dict`), which `step(epochs_done, figure)` changes after an evaluation, and a user's own schedule one
+    a state (`state_dict`), which `step(epochs_done, metric)` changes after an evaluation, and a user's own schedule one
     that says which factors it had.
 
     During the warm-up the rate rises in a straight line from warmup_lr (at update 0). step, multistep and plateau count
@@ -155,7 +155,7 @@ class LearningRate:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def step(self, epoch: int, metric: float) -> None:
-        """Record the figure `metric` after `epoch` epochs, higher if better; the next update's rate follows from it."""
+        """Record the value `metric` after `epoch` epochs, higher if better; the next update's rate follows from it."""
         self.plateau.step(epoch, metric)
         self.step_update(self.update)
 

@@ -54,9 +54,9 @@ class Console:
             case UpdateDone():
                 self.advance(event.update)
             case Logged():
-                self.show_training(event.update, event.epoch, event.figures)
+                self.show_training(event.update, event.epoch, event.metrics)
             case Evaluated():
-                self.show_evaluation(event.name, event.epoch, event.figures, event.seconds)
+                self.show_evaluation(event.name, event.epoch, event.metrics, event.seconds)
             case Said():
                 self.say(*event.lines)
             case Warned():
@@ -71,35 +71,35 @@ class Console:
         """Store that `update` updates of the run are done."""
         self.pace.update = update
 
-    def show_training(self, update: int, epoch: int, figures: Mapping[str, float]) -> None:
+    def show_training(self, update: int, epoch: int, values: Mapping[str, float]) -> None:
         """Show the training's metrics, and its "images_per_second", "lr" and "data_wait_fraction" (0 to 1).
 
         `epoch` counts from 1.
         """
         shown = {
-            **headlines(figures, self.metrics),
-            "images/s": f"{figures['images_per_second']:.0f}",
-            "lr": f"{figures['lr']:.4g}",
-            "data wait": f"{figures['data_wait_fraction']:.0%}",
+            **headlines(values, self.metrics),
+            "images/s": f"{values['images_per_second']:.0f}",
+            "lr": f"{values['lr']:.4g}",
+            "data wait": f"{values['data_wait_fraction']:.0%}",
         }
         self.show_figures(update, epoch, shown)
 
     def show_figures(self, update: int, epoch: int, shown: dict[str, str]) -> None:
-        """Show the training's figures, by name, in words."""
+        """Show the training's metrics, by name, in words."""
         position = f"{self.epoch_text(epoch)}  update {format_progress(update, self.pace.total_updates)}"
         LOGGER.info(f"{position}  {line_of(shown)}  eta {clock(self.pace.eta_seconds)}")
 
-    def show_evaluation(self, split: str, epoch: int, figures: Mapping[str, float], seconds: float) -> None:
+    def show_evaluation(self, split: str, epoch: int, values: Mapping[str, float], seconds: float) -> None:
         """Show the metrics of an evaluation at the end of `epoch`, which counts from 1."""
         # As wide as "100.00%", or as "0.0123".
         shown = {
             name: f"{value:>{7 if value.endswith('%') else 6}}"
-            for name, value in headlines(figures, self.metrics).items()
+            for name, value in headlines(values, self.metrics).items()
         }
         self.show_split(split, epoch, shown, seconds)
 
     def show_split(self, split: str, epoch: int, shown: dict[str, str], seconds: float) -> None:
-        """Show an evaluation's figures, by name, in words."""
+        """Show an evaluation's metrics, by name, in words."""
         self.say(f"{self.epoch_text(epoch)}  {split:<5}  {line_of(shown)}  ({seconds:.1f} s)")
 
     def say(self, *lines: str) -> None:
@@ -111,14 +111,14 @@ class Console:
         """Print a warning."""
         LOGGER.warning(text)
 
-    def finish(self, title: str, figures: Mapping[str, str], commands: Mapping[str, str]) -> None:
+    def finish(self, title: str, shown: Mapping[str, str], commands: Mapping[str, str]) -> None:
         """Print how the run has ended.
 
-        `figures`: values by name (the test accuracy, the run's folder, …). `commands`: command lines by what they do,
+        `shown`: values by name (the test accuracy, the run's folder, …). `commands`: command lines by what they do,
         to be copied.
         """
-        names = max(map(len, [*figures, *commands]), default=0)
-        self.say(title, *(f"  {name:<{names}}  {value}" for name, value in figures.items()))
+        names = max(map(len, [*shown, *commands]), default=0)
+        self.say(title, *(f"  {name:<{names}}  {value}" for name, value in shown.items()))
         for name, command in commands.items():
             self.say(*command_lines(f"  {name:<{names}}  ", command, columns(sys.stdout)))
 
@@ -144,9 +144,9 @@ def command_lines(label: str, command: str, width: int | None) -> list[str]:
     return [*lines, line]
 
 
-def line_of(figures: Mapping[str, str], between: str = "  ") -> str:
+def line_of(shown: Mapping[str, str], between: str = "  ") -> str:
     """Return "loss 0.5000  accuracy 25.00%"."""
-    return between.join(f"{name} {value}" for name, value in figures.items())
+    return between.join(f"{name} {value}" for name, value in shown.items())
 
 
 def format_progress(number: int, total: int) -> str:

@@ -80,24 +80,24 @@ class UpdateDone(Event):
     eta_seconds: float | None
     line_due: bool
     """Whether `Logged` follows."""
-    figures: ClassVar[None] = None
+    metrics: ClassVar[None] = None
 
 
 @dataclass(frozen=True)
 class Logged(Event):
-    """The figures of the updates since the last such event: of the metrics, "lr" (of the last update),
+    """The metrics of the updates since the last such event, and "lr" (of the last update),
     "images_per_second" and "data_wait_fraction"."""
 
     update: int
     epoch: int
     seconds: float
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     eta_seconds: float | None
 
 
 @dataclass(frozen=True)
 class Evaluated(Event):
-    """A split was evaluated; of "train" these are the figures that were counted while the weights changed.
+    """A split was evaluated; of "train" these are the metrics that were counted while the weights changed.
 
     At an epoch's end "train" comes first, then "val" and "val (ema)", if they are due."""
 
@@ -105,7 +105,7 @@ class Evaluated(Event):
     """The split, such as "val", or "val (ema)" if the EMA was evaluated."""
     update: int
     epoch: int
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     count: int
     """Samples of the split."""
     seconds: float
@@ -203,10 +203,10 @@ def line_of(event: Event) -> dict[str, Any] | None:
     match event:
         case events.Logged():
             line = {"kind": "train", "epoch": event.epoch, "update": event.update, "seconds": event.seconds}
-            line |= event.figures
+            line |= event.metrics
         case events.Evaluated():
             line = {"kind": "eval", "split": event.split, "weights": event.weights, "epoch": event.epoch}
-            line |= {"update": event.update, **event.figures, "count": event.count, "seconds": event.seconds}
+            line |= {"update": event.update, **event.metrics, "count": event.count, "seconds": event.seconds}
         case events.SaveBegun():
             line = {"kind": "checkpoint", "epoch": event.epoch, "update": event.update}
             line |= {"stalled_seconds": event.stalled_seconds, "seconds": event.seconds}
@@ -265,7 +265,7 @@ class Status:
                     last_checkpoint=event.checkpoint,
                 )
             case events.Logged():
-                values = {"eta_seconds": event.eta_seconds, **event.figures}
+                values = {"eta_seconds": event.eta_seconds, **event.metrics}
                 self._write("training", epoch=event.epoch, update=event.update, **values)
             case events.SaveBegun():
                 self._write("training", failed_checkpoints=event.failures)

@@ -29,23 +29,23 @@ from accel_train.user_code.loading import call, load, showing_user_lines
 from accel_train.user_code.reference import Reference, given_metrics, metric_name, parse_reference
 
 
-def headlines(figures: Mapping[str, float], metrics: Sequence[Metric]) -> dict[str, str]:
+def headlines(values: Mapping[str, float], metrics: Sequence[Metric]) -> dict[str, str]:
     """Those of the metrics' values that the console shows, as it shows them: {"accuracy": "97.50%"}."""
     shown = (metric for metric in metrics if metric.headline)
-    return {metric.name: metric.show(figures[metric.name]) for metric in shown if metric.name in figures}
+    return {metric.name: metric.show(values[metric.name]) for metric in shown if metric.name in values}
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """The results of a model on one split. Fractions are from 0 to 1."""
 
-    figures: dict[str, float]
-    """Each metric. The loss is the cross-entropy, or with several labels an image the binary cross-entropy, without
-    label smoothing and class weights."""
+    metrics: dict[str, float]
+    """By name. The loss is the cross-entropy, or with several labels an image the binary cross-entropy, without label
+    smoothing and class weights."""
     count: int
     """Samples of the split."""
-    of_classes: dict[str, list[float | None]]
-    """Figures of each class, by name; None where it has no image. One label an image: "accuracy"; several:
+    class_metrics: dict[str, list[float | None]]
+    """Those of each class, by name; None where it has no image. One label an image: "accuracy"; several:
     "average_precision" and "f1"."""
     images: list[int]
     """Of each class: images that have it as a label."""
@@ -57,28 +57,28 @@ class Evaluation:
     logits: Tensor | None = None
     broken: int = 0
     """Samples for which the model's output is NaN (or infinite, with several labels an image). If there are any, the
-    figures are NaN, and those of the classes None."""
+    metrics are NaN, and those of the classes None."""
 
     def deciding(self, metric: str) -> float:
-        """The figure that decides about the best checkpoint, the plateau schedule and the patience.
+        """The metric that decides about the best checkpoint, the plateau schedule and the patience.
 
         NaN if the loss is not finite, whatever the metric is: the accuracy of such outputs may be high by chance, and
         would stay the best.
         """
-        return self.figures[metric] if math.isfinite(self.figures["loss"]) else math.nan
+        return self.metrics[metric] if math.isfinite(self.metrics["loss"]) else math.nan
 
     def warning(self, name: str) -> str | None:
-        """A sentence about the evaluation `name` if it has no figures, else None."""
+        """A sentence about the evaluation `name` if it has no metrics, else None."""
         if not self.broken:
             return None
         return (
             f"{name}: the model's output is NaN or infinite for {self.broken:,} of {self.count:,} images, so there are "
-            "no figures"
+            "no metrics"
         )
 
     def as_record(self) -> dict[str, Any]:
-        """The figures of the classes as result.json and evaluation-SPLIT.json have them."""
-        record: dict[str, Any] = {f"class_{name}": values for name, values in self.of_classes.items()}
+        """The metrics of the classes as result.json and evaluation-SPLIT.json have them."""
+        record: dict[str, Any] = {f"class_{name}": values for name, values in self.class_metrics.items()}
         return record | ({"class_images": self.images} if self.confusion is None else {"confusion": self.confusion})
 
 
@@ -90,7 +90,7 @@ def create_own_metrics(texts: Sequence[str], accelerator: Accelerator, splits: S
     objects = given_metrics()
     if taken := TAKEN_NAMES & objects.keys():
         raise UserError(
-            f"--metrics {', '.join(sorted(taken))}: a built-in figure has this name; give yours another one."
+            f"--metrics {', '.join(sorted(taken))}: a built-in metric has this name; give yours another one."
         )
     built_in = {metric.name for metric in splits.task.metrics}
     texts = [text for text in texts if text not in built_in]
@@ -154,7 +154,7 @@ class OwnMetric:
         return all(hasattr(self.target, name) for name in ("reset", "update", "compute"))
 
     def __call__(self, logits: Tensor, targets: Tensor) -> float:
-        """The figure of a whole split. Raises UserError if the user's code fails or returns not one number."""
+        """The metric of a whole split. Raises UserError if the user's code fails or returns not one number."""
         with showing_user_lines("metrics", self.reference), one_thread():
             if self.accumulates:
                 self.target.reset()
@@ -182,20 +182,20 @@ class OwnMetrics:
         """`metrics`: on the main process; others have none. `lower_is_better`: their names, and the built-in ones'."""
         self.accelerator, self.metrics, self.lower_is_better = accelerator, metrics, lower_is_better
 
-    def figures(self, logits: Tensor | None, labels: Tensor, *, broken: bool) -> dict[str, float]:
-        """The figures of a split, on all processes; NaN if its logits are `broken`, that is, some are no numbers.
+    def compute(self, logits: Tensor | None, labels: Tensor, *, broken: bool) -> dict[str, float]:
+        """The metrics of a split, on all processes; NaN if its logits are `broken`, that is, some are no numbers.
 
         `logits`: float32 [n, classes], needed on the main process alone. `labels`: int64 [n], or bool [n, classes].
         Raises EvaluationError on all processes if a metric fails.
         """
 
-        def compute() -> dict[str, float]:
+        def on_main() -> dict[str, float]:
             if broken or logits is None:
                 return {metric.name: math.nan for metric in self.metrics}
             return {metric.name: metric(logits, labels.long()) for metric in self.metrics}
 
         try:
-            return broadcast_from_main(self.accelerator, compute)
+            return broadcast_from_main(self.accelerator, on_main)
         except UserError as error:
             raise EvaluationError(*error.messages) from error
 

@@ -223,7 +223,7 @@ def resumed_text(state: TrainState, ledger: Ledger, *, ended: bool) -> str:
 
 
 def check_best_metric(config: Config, splits: Splits) -> None:
-    """Raise UserError if the data does not have the figure, or if an option needs a validation split and has none."""
+    """Raise UserError if the data does not have the metric, or if an option needs a validation split and has none."""
     for option, setting in (("best-metric", config.best_metric), ("stop.patience-epochs", config.stop.patience_epochs)):
         if setting is not None and splits.validation is None:
             raise UserError(
@@ -263,9 +263,9 @@ def result_of(
         "division": plan.division,
         "train_images": train_images,
         "test_images": test.count if test else 0,
-        **{f"test_{metric.name}": test.figures[metric.name] if test else None for metric in metrics},
+        **{f"test_{metric.name}": test.metrics[metric.name] if test else None for metric in metrics},
         **{
-            f"ema_test_{metric.name}": ema.figures[metric.name] if ema else None
+            f"ema_test_{metric.name}": ema.metrics[metric.name] if ema else None
             for metric in metrics
             if metric.headline
         },
@@ -292,26 +292,26 @@ def final_figures(
 ) -> dict[str, str]:
     """Return what the final screen shows of a run, by name. `result`: of result.json, with the times; `stopped`: of
     `stopped_text`; `metrics`: of an evaluation."""
-    figures = {
+    lines = {
         f"{name} {metric}": shown
         for name, evaluation in last.items()
-        for metric, shown in headlines(evaluation.figures, metrics).items()
+        for metric, shown in headlines(evaluation.metrics, metrics).items()
         if metric != "loss"
     }
     if state.best_figure is not None:
         name = str(result["best_metric"])
         shown = headlines({name: state.best_figure}, metrics).get(name, f"{state.best_figure:.4f}")
         use = "the last weights" if state.best_update == state.update else "to use it, add --checkpoint best"
-        figures[f"best val {name}"] = f"{shown} after epoch {state.best_epoch}; {use}"
+        lines[f"best val {name}"] = f"{shown} after epoch {state.best_epoch}; {use}"
     if state.timed_samples:
-        figures["speed"] = f"{result['images_per_second']:,.0f} images/s, {state.train_seconds:.1f} s of training"
+        lines["speed"] = f"{result['images_per_second']:,.0f} images/s, {state.train_seconds:.1f} s of training"
         if (warm_up := result["warm_up_seconds"]) is not None and warm_up > 1:  # compilation, say
-            figures["speed"] += f" after {warm_up:.1f} s of the first update"
-    figures["time"] = cost_text(result["cost"])
+            lines["speed"] += f" after {warm_up:.1f} s of the first update"
+    lines["time"] = cost_text(result["cost"])
     if state.skipped_updates:
-        figures["skipped"] = f"{counted(state.skipped_updates, 'update')} not finite"
-    figures["run"] = str(run)
-    return figures if stopped is None else figures | {"stopped": stopped}
+        lines["skipped"] = f"{counted(state.skipped_updates, 'update')} not finite"
+    lines["run"] = str(run)
+    return lines if stopped is None else lines | {"stopped": stopped}
 
 
 def stopped_text(config: Config, plan: Plan, state: TrainState, task: Task) -> str | None:

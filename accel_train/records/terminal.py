@@ -56,7 +56,7 @@ class LiveConsole(Console):
         super().advance(update)
 
     def show_figures(self, update: int, epoch: int, shown: dict[str, str]) -> None:
-        """Show the training's figures in the display."""
+        """Show the training's metrics in the display."""
         self._figures = shown
 
     def show_split(self, split: str, epoch: int, shown: dict[str, str], seconds: float) -> None:
@@ -78,20 +78,20 @@ class LiveConsole(Console):
         self._print_row()
         self._print(one_line(f"warning: {text}"), "bold yellow")
 
-    def finish(self, title: str, figures: Mapping[str, str], commands: Mapping[str, str]) -> None:
+    def finish(self, title: str, shown: Mapping[str, str], commands: Mapping[str, str]) -> None:
         """End the display and print the final screen. The commands have no frame, so that they can be copied."""
         self._close()
-        title, figures = one_line(title), {name: one_line(value) for name, value in figures.items()}
-        names = max(map(len, [*figures, *commands]), default=0)
+        title, shown = one_line(title), {name: one_line(value) for name, value in shown.items()}
+        names = max(map(len, [*shown, *commands]), default=0)
         table = Table.grid(padding=(0, 2))
-        for name, value in figures.items():
+        for name, value in shown.items():
             table.add_row(Text(name, style="dim"), Text(value, style="bold"))
         panel = Panel(table, title=Text(title), title_align="left", expand=False, border_style="green")
         if self._rich.measure(panel, options=self._rich.options.update(width=1000)).maximum <= self._rich.width:
             self._rich.print(panel)
         else:  # a frame would break words
             self._print(title, "bold green")
-            for name, value in figures.items():
+            for name, value in shown.items():
                 self._print(f"{name:<{names}}  {value}")
         for name, command in commands.items():
             for line in command_lines(f"{name:<{names}}  ", one_line(command), self._rich.width):
@@ -100,7 +100,7 @@ class LiveConsole(Console):
     def _close(self) -> None:
         if self._live is not None:
             self._print_row()
-            if self._row_update == self.pace.update:  # its figures are older than the epoch's line
+            if self._row_update == self.pace.update:  # its metrics are older than the epoch's line
                 self._figures = {}
             self._live.stop()
             self._live = None
@@ -142,16 +142,16 @@ class LiveConsole(Console):
             bar = ProgressBar(total=max(of, 1), completed=completed)
             bars.add_row(name, bar, f"{note}{completed}/{of} {completed / max(of, 1):4.0%}")
         shown = [*([tuple(eta.split())] if is_narrow else []), *self._figures.items()]
-        figures, column = Text(), 0
+        metrics, column = Text(), 0
         for name, value in shown:
             if column and column + 3 + len(name) + 1 + len(value) > width:
-                figures.append("\n")
+                metrics.append("\n")
                 column = 0
             gap = "   " if column else ""
-            figures.append(f"{gap}{name} ", style="dim").append(value, style="bold")
+            metrics.append(f"{gap}{name} ", style="dim").append(value, style="bold")
             column += len(gap) + len(name) + 1 + len(value)
         row = self._row
-        return Group(*([] if row is None else [Text(self._row_text(row))]), bars, figures)
+        return Group(*([] if row is None else [Text(self._row_text(row))]), bars, metrics)
 
 
 def _use_plain_streams() -> None:
@@ -172,7 +172,7 @@ class EpochRow:
         """Return the line, which goes on under its first split if it is longer than `width`."""
         text = label
         column = len(label)
-        parts = [f"{split} {line_of(figures, ' ')}" for split, figures in self.splits.items()]
+        parts = [f"{split} {line_of(shown, ' ')}" for split, shown in self.splits.items()]
         parts[-1] += f"  {self.seconds:.1f} s"
         for part in parts:
             if column > len(label) and column + 2 + len(part) > width:

@@ -39,7 +39,7 @@ class TrainingResult(os.PathLike[str]):
     """False if it was asked to stop: the same call continues it."""
     stopped_by: str | None
     """Of a finished run "epochs", "updates", "patience" or "hours"; else what asked: "SIGUSR1", or "the file STOP"."""
-    figures: Mapping[str, Any]
+    metrics: Mapping[str, Any]
     """Those of result.json; of a run that is not finished only its "epochs" and "updates"."""
     failed_writes: int = 0
     """Checkpoints and records that could not be written on the way; the console has warned of them."""
@@ -53,11 +53,11 @@ class TrainingResult(os.PathLike[str]):
 
     def __repr__(self) -> str:
         ended = "finished" if self.finished else "not finished"
-        shown = {name: self.figures[name] for name in ("epochs", "updates") if name in self.figures}
-        test = {name: value for name, value in self.figures.items() if name.startswith("test_")}
+        shown = {name: self.metrics[name] for name in ("epochs", "updates") if name in self.metrics}
+        test = {name: value for name, value in self.metrics.items() if name.startswith("test_")}
         shown |= {name: round(value, 4) for name, value in test.items() if isinstance(value, float)}
-        figures = "".join(f", {name}={value}" for name, value in shown.items())
-        return f"TrainingResult({str(self.directory)!r}, {ended}, stopped_by={self.stopped_by!r}{figures})"
+        values = "".join(f", {name}={value}" for name, value in shown.items())
+        return f"TrainingResult({str(self.directory)!r}, {ended}, stopped_by={self.stopped_by!r}{values})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "objects": {}}
@@ -183,8 +183,8 @@ def _interrupt(run: Run, *, reason: str, others_go_on: bool) -> TrainingResult |
     run.emit(Ended(state.update, state_now, title, shown, commands, status=status, stopped_by=reason))
     if problem:
         return UnsavedError(problem, stopped_by=reason)
-    figures = {"epochs": run.setup.plan.epochs_until(state.epoch, state.epoch_samples), "updates": state.update}
-    return TrainingResult(directory.path, False, reason, figures, _failed_writes(run), others_go_on=others_go_on)
+    metrics = {"epochs": run.setup.plan.epochs_until(state.epoch, state.epoch_samples), "updates": state.update}
+    return TrainingResult(directory.path, False, reason, metrics, _failed_writes(run), others_go_on=others_go_on)
 
 
 def _failed_writes(run: Run) -> int:

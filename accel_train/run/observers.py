@@ -51,7 +51,7 @@ class Observers:
                 method = "on_update"
             case Logged():
                 method = "on_update"
-            case Evaluated() if event.name != "train":  # its figures are the updates' own
+            case Evaluated() if event.name != "train":  # its metrics are the updates' own
                 method = "on_evaluation"
             case SaveCommitted():
                 method = "on_checkpoint"

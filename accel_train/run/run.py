@@ -245,13 +245,13 @@ class Run:
     def log_epoch(self) -> None:
         """Say the training metrics of the whole epoch, which were counted while the weights changed."""
         counted = {metric.name for metric in self.setup.splits.task.training_metrics}
-        figures = {name: value for name, value in self.state.epoch_metrics.items() if name in counted}
-        self._log_evaluation("train", figures, self.state.epoch_count)
+        metrics = {name: value for name, value in self.state.epoch_metrics.items() if name in counted}
+        self._log_evaluation("train", metrics, self.state.epoch_count)
 
-    def _log_evaluation(self, name: str, figures: dict[str, float], count: int) -> None:
+    def _log_evaluation(self, name: str, metrics: dict[str, float], count: int) -> None:
         now = time.monotonic()
         seconds, self._last_eval = now - self._last_eval, now
-        self.emit(Evaluated(name, self.state.update, self._epoch, figures, count, seconds))
+        self.emit(Evaluated(name, self.state.update, self._epoch, metrics, count, seconds))
 
     @property
     def _epoch(self) -> int:
@@ -310,7 +310,7 @@ class Run:
                 newest = broadcast_from_main(self.accelerator, lambda: self.checkpoints.last_saved)
                 saved = f"Saved: update {newest} of {self.state.update}; correct this, then: {self.resume_command}"
                 raise EvaluationError(*error.messages, saved) from error
-            self._log_evaluation(name, self.evaluations[name].figures, self.evaluations[name].count)
+            self._log_evaluation(name, self.evaluations[name].metrics, self.evaluations[name].count)
             warning = self.evaluations[name].warning(name)
             if warning is not None and not self._warned_of_nan:  # once: the next epochs will hardly be better
                 self.emit(Warned(warning))

@@ -47,7 +47,7 @@ Floats = npt.NDArray[np.float64]
 
 BINS = 15  # of the calibration error, as in Guo et al. 2017
 NO_VALUE = "\u2013"  # of a class without images
-# What the table calls it -> the key of a list with a figure of each class.
+# What the table calls it -> the key of a list with a metric of each class.
 CLASS_METRICS = {name: f"class_{name}".replace(" ", "_") for name in ("average precision", "precision", "recall", "f1")}
 
 
@@ -77,7 +77,7 @@ def added_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> 
     if labels.ndim == 2:
         return _precision_and_recall(labels, logits >= 0, logits.shape[1])
     predicted, classes = logits.argmax(1), logits.shape[1]
-    figures = _precision_and_recall(labels, predicted, classes)
+    metrics = _precision_and_recall(labels, predicted, classes)
     hits = np.bincount(labels[predicted == labels], minlength=classes).tolist()
     images = np.bincount(labels, minlength=classes).tolist()
     return {
@@ -85,8 +85,8 @@ def added_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> 
         "class_accuracy_interval": [
             accuracy_interval(right, count) if count else None for right, count in zip(hits, images, strict=True)
         ],
-        "balanced_accuracy": float(np.mean([figures["class_recall"][label] for label in np.unique(labels)])),
-        **figures,
+        "balanced_accuracy": float(np.mean([metrics["class_recall"][label] for label in np.unique(labels)])),
+        **metrics,
         "calibration_error": calibration_error(softmax(logits), labels),
     }
 
@@ -98,11 +98,11 @@ def _precision_and_recall(labels: npt.NDArray[Any], predicted: npt.NDArray[Any],
     *of_each, images = precision_recall_fscore_support(labels, predicted, labels=range(classes), zero_division=0)
     said = predicted.sum(0) if predicted.ndim == 2 else np.bincount(predicted, minlength=classes)
     occurs = (images > 0) | (said > 0)
-    figures: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for name, values in zip(names, of_each, strict=True):
-        figures[name] = float(values[occurs].mean()) if occurs.any() else 0.0
-        figures[f"weighted_{name}"] = float(np.average(values, weights=images)) if images.any() else 0.0
-    return figures | {
+        metrics[name] = float(values[occurs].mean()) if occurs.any() else 0.0
+        metrics[f"weighted_{name}"] = float(np.average(values, weights=images)) if images.any() else 0.0
+    return metrics | {
         f"class_{name}": [float(value) if known else None for value, known in zip(values, occurs, strict=True)]
         for name, values in zip(names, of_each, strict=True)
     }
@@ -254,7 +254,7 @@ def _checked(found: Predictions) -> Predictions:
 class EvaluationResult:
     """What an evaluation has measured."""
 
-    figures: dict[str, Any]
+    metrics: dict[str, Any]
     """As RUN/evaluation-SPLIT.json has them (docs/run_files.md): the same on all processes."""
     task: Task
     chosen: tuple[str, ...] = ()
@@ -263,18 +263,18 @@ class EvaluationResult:
     """The label and the logits of each sample, if they are kept; on the main process only."""
 
     def __repr__(self) -> str:
-        figures = [f"{name}={value:.4f}" for name, value in self.last.items() if isinstance(value, float)]
+        shown = [f"{name}={value:.4f}" for name, value in self.last.items() if isinstance(value, float)]
         name = self.name.replace("-", " ", 2)
-        return f"EvaluationResult({name}, {self.last['count']} images, {', '.join(figures[:8])})"
+        return f"EvaluationResult({name}, {self.last['count']} images, {', '.join(shown[:8])})"
 
     @property
     def last(self) -> dict[str, Any]:
-        """The figures of the EMA if the run has one, else of the model."""
-        return dict(self.figures.get("ema") or self.figures["model"])
+        """The metrics of the EMA if the run has one, else of the model."""
+        return dict(self.metrics.get("ema") or self.metrics["model"])
 
     def write(self, outputs: Sequence[Path], predictions: Path | None) -> list[Path]:
-        """Write the figures as JSON, and the predictions. Warns of the files that cannot be written; returns them."""
-        text = json.dumps(self.figures) + "\n"
+        """Write the metrics as JSON, and the predictions. Warns of the files that cannot be written; returns them."""
+        text = json.dumps(self.metrics) + "\n"
         writers: dict[Path, Callable[[Path], None]] = {path: lambda path: atomic_write(path, text) for path in outputs}
         if predictions is not None and self.predictions is not None:
             writers[predictions] = self.predictions.save
@@ -289,17 +289,17 @@ class EvaluationResult:
         return failures
 
     def keep(self, run: Path, predictions: Path | None) -> list[Path]:
-        """Write the figures to the run's evaluation-SPLIT.json, and to a file of its evaluations/ that stays."""
+        """Write the metrics to the run's evaluation-SPLIT.json, and to a file of its evaluations/ that stays."""
         stays = run / "evaluations" / f"{self.name}-{datetime.now():%Y%m%d-%H%M%S}.json"
         return self.write([self.file(run), stays], predictions)
 
     @property
     def name(self) -> str:
         """The split."""
-        return str(self.figures["split"])
+        return str(self.metrics["split"])
 
     def file(self, run: Path) -> Path:
-        """Where the newest figures of the run are kept."""
+        """Where the newest metrics of the run are kept."""
         return run / f"evaluation-{self.name}.json"
 
 
@@ -357,7 +357,7 @@ def evaluate_run(
     names = {name: str(file.relative_to(run) if file.is_relative_to(run) else file) for name, file in files.items()}
     about = {"split": split, "data": as_dict(config.data), "time": began.isoformat(timespec="seconds")}
 
-    def figures() -> dict[str, Any]:
+    def as_json() -> dict[str, Any]:
         records = {name: _record(evaluation, names[name]) for name, evaluation in evaluations.items()}
         found = {**about, "processes": accelerator.num_processes, "classes": splits.classes, **records}
         return dict(json.loads(json.dumps(found)))  # plain lists and numbers, as a file has them
@@ -372,7 +372,7 @@ def evaluate_run(
             classes=splits.classes,
             about={"run": str(run), "weights": names[last], "sha256": read[last].sha256, **about},
         )
-    found = broadcast_from_main(accelerator, figures)
+    found = broadcast_from_main(accelerator, as_json)
     if (warning := chosen.warning(split)) is not None and accelerator.is_main_process:
         LOGGER.warning(warning)
     return EvaluationResult(found, splits.task, config.metrics, kept)
@@ -460,11 +460,11 @@ def _array(values: Tensor | None) -> npt.NDArray[Any]:
 
 def _record(evaluation: Evaluation, weights: str) -> dict[str, Any]:
     """Return an evaluation for JSON, which has no NaN: that becomes null."""
-    figures = {name: value if math.isfinite(value) else None for name, value in evaluation.figures.items()}
+    metrics = {name: value if math.isfinite(value) else None for name, value in evaluation.metrics.items()}
     logits, labels = _array(evaluation.logits), _array(evaluation.labels)
     # NaN or infinity of broken weights. A logit of -infinity is a class that the model excludes.
     if evaluation.broken or not (logits < np.inf).all():
         more: dict[str, Any] = {}
     else:
         more = added_metrics(logits, labels)
-    return {"weights": weights, **figures, "count": evaluation.count, **more, **evaluation.as_record()}
+    return {"weights": weights, **metrics, "count": evaluation.count, **more, **evaluation.as_record()}

@@ -282,7 +282,7 @@ class LoadedRun:
         info, result = self.info, self.result or {}
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         test = {name: value for name, value in result.items() if name.startswith("test_") and isinstance(value, float)}
-        figures = ", ".join(f"{name} {value:.4f}" for name, value in test.items())
+        metrics = ", ".join(f"{name} {value:.4f}" for name, value in test.items())
         name = short_name("model.name", self.config.model.name)
         return "\n".join(
             [
@@ -290,7 +290,7 @@ class LoadedRun:
                 f"  model    {name}, {parameters:,} parameters, {self.weights}",
                 f"  input    {info.channels} x {info.image_size} x {info.image_size} pixels",
                 f"  classes  {len(info.classes)}: {first_of(info.classes, 5)}",
-                f"  result   {counted(result['epochs'], 'epoch')}, {figures}" if result else "  result   not finished",
+                f"  result   {counted(result['epochs'], 'epoch')}, {metrics}" if result else "  result   not finished",
             ]
         )
 

@@ -238,7 +238,7 @@ def test_objects_of_python_are_metrics_by_their_names(tmp_path: Path, caplog: py
     run, given = tmp_path / "run", {"balanced": balanced, "hit": hit}
     settings: dict[str, Any] = {"output_dir": run, "best_metric": "balanced"}
     training = train(*DIGITS, epochs=1, metrics=given, **settings)
-    trained = training.figures
+    trained = training.metrics
     assert trained["best_metric"] == "balanced" and trained["best_value"] == evaluations(run, "val")[-1]["balanced"]
     assert trained["test_hit"] == trained["test_accuracy"]
     for again in (evaluate(training), evaluate(run, metrics=given)):
@@ -250,7 +250,7 @@ def test_objects_of_python_are_metrics_by_their_names(tmp_path: Path, caplog: py
     with pytest.raises(UserError, match="balanced"):  # it decides what is best, and is not there
         train(*DIGITS, epochs=2, **settings)
     longer = train(*DIGITS, "--allow-change", "epochs", epochs=2, metrics=given, **settings)
-    assert [line["epoch"] for line in evaluations(run, "val")] == [1, 2] and longer.figures["best_metric"] == "balanced"
+    assert [line["epoch"] for line in evaluations(run, "val")] == [1, 2] and longer.metrics["best_metric"] == "balanced"
     for name in ("top5_accuracy", "accuracy"):
         with pytest.raises(UserError, match=name):
             train(*DIGITS, metrics={name: balanced}, output_dir=tmp_path / "other")

@@ -89,7 +89,7 @@ def trained(folder: Path, *options: object, several: bool = False, net: str = "n
         assert warnings == []
         return folder / "run"
     assert warnings == [
-        "accel-train: warning: val: the model's output is NaN or infinite for 24 of 24 images, so there are no figures"
+        "accel-train: warning: val: the model's output is NaN or infinite for 24 of 24 images, so there are no metrics"
     ]
     return folder / "run"
 
@@ -108,7 +108,7 @@ def test_a_first_figure_of_nan_ends_no_run_and_is_not_the_best(tmp_path: Path, *
     assert result[f"test_{name}"] > 0
 
     # Loaded again, the model is NaN once more.
-    again = evaluate(run, trust_code=True).figures["model"]
+    again = evaluate(run, trust_code=True).metrics["model"]
     assert again[name] is None and again["count"] == 24
     page = run / "report.html"
     assert cli.main(["report", str(run), "--output", str(page), "--trust-code", "true"]) == 0
@@ -123,7 +123,7 @@ def test_an_accuracy_with_an_infinite_loss_is_not_the_best(tmp_path: Path, capsy
     assert first["loss"] is None and first["accuracy"] > 0.8 > 0.2 > second["accuracy"] > 0
     assert (result["best_value"], result["best_update"]) == (second["accuracy"], 8)
     assert result["stopped_by"] == "epochs"
-    again = evaluate(run, trust_code=True).figures["model"]  # loaded again, it is infinite once more
+    again = evaluate(run, trust_code=True).metrics["model"]  # loaded again, it is infinite once more
     assert again["loss"] is None and again["accuracy"] > 0.8
     (run / "result.json").unlink()  # as of a run that has not ended
     log = (run / "metrics.jsonl").read_text().splitlines(keepends=True)

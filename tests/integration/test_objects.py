@@ -114,9 +114,9 @@ second = attempt(model=net, data=data(), output_dir="second")
 assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items()) and not net.training
 trained = load_run(first).model.state_dict()
 assert all(torch.equal(tensor, before[name]) == (tensor.ndim == 1) for name, tensor in trained.items())
-assert evaluate(second).figures["model"]["accuracy"] == first.figures["test_accuracy"]
+assert evaluate(second).metrics["model"]["accuracy"] == first.metrics["test_accuracy"]
 again = attempt(model=net, data=data(), output_dir="first")
-assert again.nothing_left and again.figures['test_loss'] == first.figures['test_loss']
+assert again.nothing_left and again.metrics['test_loss'] == first.metrics['test_loss']
 attempt(model=Net(width=9), data=data(), output_dir="first")
 attempt(model=net, data={**data(), "train": squares(240, 5)}, output_dir="first")
 """)  # fmt: skip
@@ -190,7 +190,7 @@ def load(**settings):
 def test_a_run_is_opened_with_the_object_and_says_that_it_needs_it(tmp_path: Path) -> None:
     script = 'attempt(model=Net(), data=data, output_dir="run")\nload()\nload(trust_code=True)\n'
     script += "load(model=Net)\nload(model=Net())\nload(model=Net(width=9))\n"
-    script += "print(evaluate('run', model=Net, data=data).figures['model']['count'])\n"
+    script += "print(evaluate('run', model=Net, data=data).metrics['model']['count'])\n"
     said = play(tmp_path, LOAD + script).splitlines()
     lines = [line for line in said if line.startswith(("refused", "loaded"))]
     for line in lines[:2]:

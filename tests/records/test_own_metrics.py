@@ -45,7 +45,7 @@ def refused(*texts: str, **objects: Any) -> str:
 
 
 def figures(metrics: OwnMetrics, logits: Tensor = LOGITS, labels: Tensor = LABELS) -> dict[str, float]:
-    return metrics.figures(logits, labels, broken=False)
+    return metrics.compute(logits, labels, broken=False)
 
 
 def right(logits: Tensor, targets: Tensor) -> Tensor:
@@ -121,13 +121,13 @@ def test_it_is_in_an_evaluation_also_if_an_output_is_nan() -> None:
     def evaluated() -> Evaluation:
         return evaluate(Accelerator(cpu=True), torch.nn.Identity(), pipeline, own=metrics)
 
-    found = evaluated().figures
+    found = evaluated().metrics
     assert list(found)[-2:] == ["right", "balanced"] and found["right"] == found["accuracy"]
     logits = LOGITS.clone()
     logits[30, 1] = math.nan
-    assert all(math.isnan(figure) for figure in evaluated().figures.values())
+    assert all(math.isnan(figure) for figure in evaluated().metrics.values())
     logits = LOGITS
-    assert evaluated().figures == found
+    assert evaluated().metrics == found
 
 
 def test_nan_is_a_figure() -> None:
@@ -173,7 +173,7 @@ def test_a_metric_that_cannot_be_used_is_told_before_the_training(metric: Callab
 
 def test_a_name_without_an_object_or_of_a_built_in_metric_is_refused() -> None:
     assert "--metrics auc: no metric of this package, and not given as an object" in refused("auc")
-    assert "--metrics top5_accuracy: a built-in figure has this name" in refused(top5_accuracy=right)
+    assert "--metrics top5_accuracy: a built-in metric has this name" in refused(top5_accuracy=right)
     missing = refused("no_such_module_of_mine:auc")
     assert "--metrics no_such_module_of_mine:auc: ModuleNotFoundError" in missing
 
@@ -219,7 +219,7 @@ def test_names_are_checked_before_anything_is_imported(tmp_path: Path) -> None:
     other.write_text(file.read_text())
     for name in ("accuracy", "images", "class_f1"):
         found = told("--metrics", f"{file}:{name}", "top5_accuracy")
-        assert f"--metrics: expected names that no built-in figure has (rename {name}), found" in found
+        assert f"--metrics: expected names that no built-in metric has (rename {name}), found" in found
     assert "expected each name once (rename auc), found" in told("--metrics", f"{file}:auc", f"{other}:auc")
     assert f"--metrics: {file} has no 'acu'. Did you mean 'auc'?" in told("--metrics", f"{file}:acu")
     assert "'x' is not a metric of this package. There is top5_accuracy. For your own, write" in told("--metrics", "x")

@@ -132,7 +132,7 @@ def test_a_wrong_answer_is_a_failure_and_a_signal_comes_first() -> None:
 def test_what_it_does_to_the_values_nobody_sees() -> None:
     class Vandal:
         def on_evaluation(self, evaluation: Any) -> None:
-            evaluation.figures["loss"] = -1.0
+            evaluation.metrics["loss"] = -1.0
 
         def on_end(self, end: Any) -> None:
             end.result["settings"]["a"].append(2)
@@ -142,7 +142,7 @@ def test_what_it_does_to_the_values_nobody_sees() -> None:
     for method in ("on_evaluation", "on_end"):
         assert observers.handle(EVENTS[method]) == []
     assert [event for _, event in other.heard] == [EVENTS["on_evaluation"], EVENTS["on_end"]]
-    assert other.heard[0][1].figures == {"loss": 1.0} and other.heard[1][1].result == {"settings": {"a": [1]}}
+    assert other.heard[0][1].metrics == {"loss": 1.0} and other.heard[1][1].result == {"settings": {"a": [1]}}
 
 
 def test_an_update_is_told_once_with_its_figures_if_they_are_due() -> None:
@@ -155,7 +155,7 @@ def test_an_update_is_told_once_with_its_figures_if_they_are_due() -> None:
         Evaluated("train", 2, 1, {"loss": 0.5}, 9, 0.1),
     ):
         observers.handle(event)
-    assert [(event.update, event.figures) for _, event in heard.heard] == [(1, None), (2, {"loss": 0.5})]
+    assert [(event.update, event.metrics) for _, event in heard.heard] == [(1, None), (2, {"loss": 0.5})]
 
 
 # Real runs in one process after each other: 10 updates an epoch, a line of the log each 4th.
@@ -171,7 +171,7 @@ def tell(name, value):
         os.write(1, f"told: {json.dumps([name, value])}\\n".encode())  # in one piece: all processes write to one pipe
 def go(name, *observers, options=()):
     result = train(RECIPE, "--output-dir", name, *options, observers=observers)
-    tell("result", [name, result.finished, result.stopped_by, result.figures["updates"]])
+    tell("result", [name, result.finished, result.stopped_by, result.metrics["updates"]])
 class Sees:
     def __init__(self, ask=None, at=None, after=0, fails=False, seconds=0.0):
         self.ask, self.at, self.after, self.fails, self.seconds = ask, at, after, fails, seconds
@@ -185,11 +185,11 @@ class Sees:
     def on_start(self, start):
         return self._see("on_start", start, resumed=start.resumed, folder=start.directory.name)
     def on_update(self, update):
-        if isinstance(update.figures, dict):
-            update.figures.clear()  # a copy
-        return self._see("on_update", update, figures=update.figures is not None, epoch=update.epoch)
+        if isinstance(update.metrics, dict):
+            update.metrics.clear()  # a copy
+        return self._see("on_update", update, figures=update.metrics is not None, epoch=update.epoch)
     def on_evaluation(self, evaluation):
-        return self._see("on_evaluation", evaluation, split=evaluation.split, figures=sorted(evaluation.figures))
+        return self._see("on_evaluation", evaluation, split=evaluation.split, figures=sorted(evaluation.metrics))
     def on_checkpoint(self, checkpoint):
         return self._see("on_checkpoint", checkpoint, there=(checkpoint.path / "model.safetensors").is_file())
     def on_end(self, end):

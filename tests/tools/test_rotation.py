@@ -72,7 +72,7 @@ def test_all_that_reads_a_run_reads_one_that_trains(
         assert choose_checkpoint(live.parent / "other", str(live), []) is not None  # --resume RUN
     assert len(folders) > 1, "the checkpoints did not change"
     for number in range(2):
-        found = evaluate(live).figures["ema"]
+        found = evaluate(live).metrics["ema"]
         assert found["count"] == 359 and found["weights"].startswith("checkpoints/update-")
         page = live.parent / f"{number}.html"
         assert cli.main(["report", str(live), "--output", str(page)]) == 0

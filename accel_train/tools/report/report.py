@@ -29,7 +29,7 @@ class ReportResult:
     """A page that was written."""
 
     path: Path
-    figures: Mapping[str, Any] = field(repr=False)
+    metrics: Mapping[str, Any] = field(repr=False)
     """Of the evaluation that it shows, as RUN/evaluation-SPLIT.json has them; {} if there is none, or several runs."""
     tables: tuple[Table, ...] = field(default=(), repr=False)
     """Of several runs: what `compare_runs` returns."""
@@ -130,21 +130,21 @@ def _evaluated(
         notes.append(f"The model could not be evaluated: {error}")
         return {}, None
     result.keep(run.path, run.path / f"predictions-{splits[0]}.npz")
-    return result.figures, result.predictions
+    return result.metrics, result.predictions
 
 
 def _kept(run: Path, digest: str, splits: Sequence[str], notes: list[str]) -> tuple[dict[str, Any], Predictions] | None:
     """The evaluation of a split and its predictions, if they are of the weights with the SHA-256 `digest`."""
     for split in splits:
-        file, figures = run / f"predictions-{split}.npz", run / f"evaluation-{split}.json"
-        if not (file.is_file() and figures.is_file()):
+        file, evaluation = run / f"predictions-{split}.npz", run / f"evaluation-{split}.json"
+        if not (file.is_file() and evaluation.is_file()):
             continue
         try:
-            predictions, record = read_predictions(file), read_json_object(figures)
+            predictions, record = read_predictions(file), read_json_object(evaluation)
         except UserError as error:
             notes.append(f"The kept predictions are left out: {error}")
             continue
-        # A later evaluation, of other data or of another checkpoint, may have replaced the figures.
+        # A later evaluation, of other data or of another checkpoint, may have replaced the metrics.
         if predictions.about.get("sha256") == digest and predictions.about.get("time") == record.get("time"):
             return record, predictions
     return None
