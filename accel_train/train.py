@@ -4,7 +4,14 @@
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml -m accel_train.train digits --epochs 5
     accelerate launch … accel_train/train.py digits
 
-are the same program. What is learned is the same on any number of processes: see docs/guarantees.md.
+are the same program. A run gives the same result on any number of processes: see docs/guarantees.md.
+
+What `train` uses is in these packages:
+
+    the order of samples    data/order/             the learning rate     optim/schedule.py
+    forward and backward    step.py                 metrics               task.py, evaluate.py, records/metrics.py
+    checkpoints             checkpoint/             who owns a run        ownership/
+    signals and stops       run/stopping.py         the end of a run      run/ending.py
 """
 
 from __future__ import annotations
@@ -32,18 +39,18 @@ from accel_train import models
 from accel_train.config.schema import Config
 from accel_train.data.loading import start_workers_early
 from accel_train.evaluate import Batch
-from accel_train.launch.agreement import broadcast_from_main, fail_together, naming_a_loss
+from accel_train.launch.agreement import broadcast_from_main, fail_together, naming_lost_processes
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import LESS_MEMORY, memory_advice
 from accel_train.records.metrics import create_own_metrics
 from accel_train.records.summary import plan_text
-from accel_train.run.ending import TrainingResult, complete, finish, interrupt
+from accel_train.run.ending import TrainingResult, finish, interrupt, write_missing_results
 from accel_train.run.observers import check_observers
 from accel_train.run.run import Run
 from accel_train.run.start import claim_directory, find_finished_run, find_start, load_data
 from accel_train.run.stopping import StopAskedError, StopRequests
 from accel_train.task import LOWER_IS_BETTER
-from accel_train.training_setup import Checks, TrainingSetup, connect, create_training_setup, import_libraries
+from accel_train.training_setup import Preflight, TrainingSetup, connect, create_training_setup, import_libraries
 
 
 def training_plan(config: Config, launch: Launch) -> str:
@@ -53,32 +60,32 @@ def training_plan(config: Config, launch: Launch) -> str:
 
 
 def train(
-    config: Config, launch: Launch, *, observers: Sequence[object] = (), checks: Checks | None = None
+    config: Config, launch: Launch, *, observers: Sequence[object] = (), preflight: Preflight | None = None
 ) -> TrainingResult:
     """Start the run of `config`, or continue the run in its output directory.
 
-    `observers`: see run/observers.py. `checks`: called unless the run has a checkpoint. Raises UserError; UnsavedError
-    if the training ended, but its weights or result could not be written.
+    `observers`: see run/observers.py. `preflight`: checks the machine and the data of a new run, not of one that
+    resumes. Raises UserError; UnsavedError if the training ended, but its weights or result could not be written.
     """
     check_observers(observers)
     with StopRequests() as stop_requests, ExitStack() as at_end:  # from here on a signal asks for a checkpoint
         began = time.monotonic()  # for wall_seconds of result.json
-        with naming_a_loss():  # of another process, until the watchdog does
+        with naming_lost_processes():  # if another process dies, the error says so; later the watchdog does that
             accelerator = connect(config, launch)
             start = find_start(config, accelerator)
             config = start.config
-            start_workers_early(config)  # the server of data workers imports torch while this process goes on
+            start_workers_early(config)  # the process that makes data workers imports torch meanwhile
 
-            # From here on, these processes alone own the run directory. A finished run is only completed.
+            # From here on, these processes alone own the run directory.
             lease = claim_directory(config, accelerator, lambda: stop_requests.reason)
             at_end.callback(lease.release)
             directory = lease.directory
             config = dataclasses.replace(config, output_dir=directory)
             finished = broadcast_from_main(accelerator, lambda: find_finished_run(directory, config, launch))
-            if finished is not None and (result := finished.result):
-                complete(accelerator, lease, result)
+            if finished is not None and (result := finished.result):  # nothing is left to train
+                write_missing_results(accelerator, lease, result)
                 return TrainingResult(directory, True, result.get("stopped_by"), result, nothing_left=True)
-            check_rest = None if checks is None or start.resumes else checks(config, launch, accelerator)
+            finish_preflight = None if preflight is None or start.resumes else preflight(config, launch, accelerator)
 
             fail_together(accelerator, lambda: import_libraries(config))
             splits = load_data(config, accelerator, lambda: stop_requests.reason)
@@ -88,10 +95,10 @@ def train(
                     config, launch, accelerator, splits, weights=start.weights, published=not start.resumes
                 )
             setup = dataclasses.replace(setup, own_metrics=own_metrics)
-            if check_rest is not None:
-                check_rest(setup)
+            if finish_preflight is not None:
+                finish_preflight(setup)
             run = Run(setup, lease, finished, stop_requests, began, observers)
-        with run.trained():
+        with run.watched():
             try:
                 fit(setup, run)
             except StopAskedError:
@@ -114,23 +121,24 @@ def train_epoch(setup: TrainingSetup, run: Run) -> None:
     """Train the rest of the current epoch. Raises StopAskedError."""
     state, sampler = run.state, setup.sampler
     sampler.seek(state.epoch, state.epoch_samples)
-    if len(sampler) and state.owes_evaluation(setup.config):  # it was stopped before this evaluation, or within it
+    if len(sampler) and state.evaluation_is_pending(setup.config):  # the run was stopped before its end
         evaluate_within_epoch(setup, run)
     models.set_train_mode(setup.model, setup.config.model, state.epoch)
     run.stopwatch.start()
     for micro_batches in grouped(run.batches(), setup.plan.accumulation):
-        samples, lr = sampler.real_samples(state.epoch_samples), setup.schedule.highest
+        samples = sampler.real_samples(state.epoch_samples)  # their number, without padding
+        lr = setup.schedule.highest_lr  # of all parameter groups, for the log
         applied = update(setup, run, micro_batches, samples)
         run.count_update(samples, applied=applied)
-        asked = run.asked()
-        if asked.line:
-            run.guard.check_previous()  # nothing of an update that was not finite may be logged or saved
+        due = run.due()
+        if due.log:
+            run.guard.check_previous()  # an update with a NaN or infinite loss or gradient is never logged or saved
             run.log_update(lr)
-        if asked.stop:
+        if due.stop:
             raise StopAskedError
-        if asked.evaluate:
+        if due.evaluate:
             evaluate_within_epoch(setup, run)
-        elif asked.save:
+        elif due.save:
             run.save()
 
 
@@ -150,23 +158,24 @@ def update(setup: TrainingSetup, run: Run, batches: Iterable[Batch], samples: in
         step.apply(state.update + 1)
     else:
         step.discard()
-    # Also after a skipped update, for the rate is a function of the update's number. (The offset: see run/run.py.)
+    # Also after a skipped update: the learning rate depends on the update's number alone. The offset: see run/run.py.
     setup.schedule.step_update(state.update + 1 - run.schedule_offset)
     return applied
 
 
 def end_epoch(setup: TrainingSetup, run: Run) -> None:
-    """Evaluate, update the best result, save if due, and go to the next epoch, unless the run ends within this one."""
+    """Evaluate, update the best result, save if due, and go to the next epoch, unless the run ends before its end."""
     config, state, plan = setup.config, run.state, setup.plan
     run.stopwatch.stop()
     state.check_epoch(plan)
     run.log_epoch()
     run.count_time()
-    done, is_best = state.epoch + 1, False
+    done = state.epoch + 1
+    is_best = False
     is_last = plan.is_end(state.epoch, state.epoch_samples) or state.out_of_time(config)
     by_epoch = is_last or done % config.eval_every_epochs == 0
-    if by_epoch or state.owes_evaluation(config):
-        is_best = evaluate(setup, run, is_last=is_last, steps_schedule=by_epoch)
+    if by_epoch or state.evaluation_is_pending(config):
+        is_best = evaluate(setup, run, is_last=is_last, moves_plateau=by_epoch)
     if plan.updates_from(state.epoch_samples) == 0:
         state.begin_epoch(done)
     else:
@@ -179,7 +188,7 @@ def end_epoch(setup: TrainingSetup, run: Run) -> None:
 def evaluate_within_epoch(setup: TrainingSetup, run: Run) -> None:
     """Evaluate between two updates of an epoch, save if that is due or the result is the best, and train on."""
     run.stopwatch.stop()
-    is_best = evaluate(setup, run, is_last=False, steps_schedule=False)
+    is_best = evaluate(setup, run, is_last=False, moves_plateau=False)
     run.state.evaluated = run.state.update
     if run.save_is_due or is_best:
         run.save()
@@ -187,23 +196,25 @@ def evaluate_within_epoch(setup: TrainingSetup, run: Run) -> None:
     run.stopwatch.start()
 
 
-def evaluate(setup: TrainingSetup, run: Run, *, is_last: bool, steps_schedule: bool) -> bool:
+def evaluate(setup: TrainingSetup, run: Run, *, is_last: bool, moves_plateau: bool) -> bool:
     """Evaluate the validation split, or the test split without one; return whether the result is the best so far."""
-    config, done = setup.config, run.state.epoch + 1
+    config = setup.config
+    done = run.state.epoch + 1
     if "val" in setup.evaluations:
         metric = config.best_metric or setup.splits.task.best_metric
-        lower_is_better = LOWER_IS_BETTER if setup.own_metrics is None else setup.own_metrics.lower_is_better
-        value, lower = run.evaluate("val").deciding(metric), metric in lower_is_better
-        if steps_schedule:
-            setup.schedule.step(done, -value if lower else value)
-        return run.state.record_best(value, done, lower=lower)
+        known = LOWER_IS_BETTER if setup.own_metrics is None else setup.own_metrics.lower_is_better
+        is_lower_better = metric in known
+        value = run.evaluate("val").value_to_choose_by(metric)
+        if moves_plateau:
+            setup.schedule.step(done, -value if is_lower_better else value)
+        return run.state.record_best(value, done, lower=is_lower_better)
     if "test" in setup.evaluations and not is_last:
-        # Nothing is decided by the result. After the last epoch `fit` tests anyway.
+        # The result decides nothing. After the last epoch `fit` tests anyway.
         run.evaluate("test")
     return False
 
 
 def grouped(batches: Iterator[Batch], size: int) -> Iterator[Iterator[Batch]]:
-    """Yields iterators of `size` batches each. A batch is fetched when it is requested: memory holds only one."""
+    """Yield iterators of `size` batches each. A batch is fetched when it is requested: memory holds only one."""
     for first in batches:
         yield chain((first,), islice(batches, size - 1))

@@ -87,8 +87,8 @@ class TrainingSetup:
         return device
 
 
-Checks = Callable[[Config, Launch, Accelerator], Callable[[TrainingSetup], None]]
-"""Checks the processes of a new run, which are connected, and returns what checks the rest before it trains."""
+Preflight = Callable[[Config, Launch, Accelerator], Callable[[TrainingSetup], None]]
+"""Preflight the processes of a new run, which are connected, and returns what checks the rest before it trains."""
 
 
 def connect(config: Config, launch: Launch) -> Accelerator:

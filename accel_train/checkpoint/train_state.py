@@ -100,7 +100,7 @@ class TrainState:
         """Whether what follows update `update` is done: an evaluation, if one was due, and the end of an epoch."""
         return self.epoch_samples == 0 or self.evaluated == self.update
 
-    def owes_evaluation(self, config: Config) -> bool:
+    def evaluation_is_pending(self, config: Config) -> bool:
         """Whether --eval-every-updates asks for an evaluation now, within an epoch, which is not done yet."""
         every = config.eval_every_updates
         return every is not None and self.update % every == 0 and not self.is_evaluated

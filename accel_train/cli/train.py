@@ -76,7 +76,7 @@ def _train(arguments: Sequence[str]) -> int:
             if launch.rank == 0:
                 print(text)
         else:
-            result = train(config, launch, checks=checks_of_start(launch.rank))
+            result = train(config, launch, preflight=preflight_of_start(launch.rank))
             stopped_by, code = result.stopped_by, int(result.failed_writes > 0 or result.others_go_on)
             if result.nothing_left and launch.rank == 0:
                 print_line(f"{result.directory} holds a finished run: {result / 'result.json'}. Nothing is left to do.")
@@ -144,7 +144,7 @@ def _summary(findings: Mapping[str, Finding], seconds: float) -> str:
     return f"{', '.join(counts)} in {seconds:.1f} s"
 
 
-def checks_of_start(rank: int) -> StartDoctor | None:
+def preflight_of_start(rank: int) -> StartDoctor | None:
     """Return what checks the start of a training, as the variable DOCTOR says; None without it.
 
     `rank`: of this process. The first one prints.

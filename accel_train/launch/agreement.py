@@ -51,7 +51,7 @@ def broadcast_from_main(accelerator: Accelerator, decide: Callable[[], T]) -> T:
 
 
 @contextmanager
-def naming_a_loss() -> Iterator[None]:
+def naming_lost_processes() -> Iterator[None]:
     """Turn a collective's error into a UserError, where no watchdog does: another process was killed, or has failed."""
     try:
         yield
@@ -95,7 +95,7 @@ def once_a_node(
     to end, or "". If one process fails, is to end or is not heard of, all raise the same UserError.
     """
     node = _NodeWork(accelerator, what, stopped)
-    with naming_a_loss():
+    with naming_lost_processes():
         try:
             fact = work(node.tick) if accelerator.is_local_main_process else ""
             while not (agreed := node.agreed(fact)):

@@ -150,7 +150,7 @@ class LearningRate:
             group["lr"] = self._rate(update, base) * group.get("lr_scale", 1.0)
 
     @property
-    def highest(self) -> float:
+    def highest_lr(self) -> float:
         """The highest learning rate of all parameter groups, of the update that comes next."""
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 

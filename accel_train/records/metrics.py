@@ -59,8 +59,8 @@ class Evaluation:
     """Samples for which the model's output is NaN (or infinite, with several labels an image). If there are any, the
     metrics are NaN, and those of the classes None."""
 
-    def deciding(self, metric: str) -> float:
-        """The metric that decides about the best checkpoint, the plateau schedule and the patience.
+    def value_to_choose_by(self, metric: str) -> float:
+        """The value that decides about the best checkpoint, the plateau schedule and the patience.
 
         NaN if the loss is not finite, whatever the metric is: the accuracy of such outputs may be high by chance, and
         would stay the best.

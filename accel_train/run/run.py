@@ -56,8 +56,8 @@ from accel_train.untrusted import read_json_object
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the training loop has to do after an update; the same on all processes.
+class Due:
+    """What is due after an update; the same on all processes.
 
     At an epoch's end neither `evaluate` nor `save`: the loop does both there by itself, and may save later.
     """
@@ -65,12 +65,12 @@ class Asked:
     stop: bool
     evaluate: bool
     save: bool
-    line: bool
-    """Whether a line of the log is due. It is before each of the others."""
+    log: bool
+    """Whether a line of the log is due. It comes before each of the others."""
 
 
 class Run:
-    """Opens the run of a setup, at its beginning or at its newest checkpoint; `trained` surrounds its training.
+    """Opens the run of a setup, at its beginning or at its newest checkpoint; `watched` surrounds its training.
 
     Collective: all processes create it and make the same calls.
     """
@@ -149,7 +149,7 @@ class Run:
         self.guard = Guard(config, self.accelerator, setup.model, self.emit, self._has_no_checkpoint)
 
     @contextmanager
-    def trained(self) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
         """Surround the training: watched, shown, and at its end nothing is left to be written."""
         with ExitStack() as around:
             around.callback(self.checkpoints.wait)  # before the ownership is released
@@ -219,19 +219,19 @@ class Run:
         self.pace.update = state.update
         self.watchdog.advance(state.update)
 
-    def asked(self) -> Asked:
-        """What the user, a signal, the clock and the recipe ask for after this update. Collective."""
+    def due(self) -> Due:
+        """What the user, a signal, the clock and the recipe have made due after this update. Collective."""
         state, config = self.state, self.config
         stop, save = self.stop_requests.poll()
         every = config.checkpoint.every_updates
         self.save_is_due = save or (every is not None and state.update % every == 0)
         ends_epoch = self.setup.plan.updates_left(state.epoch, state.epoch_samples) == 0
         evaluates = config.eval_every_updates is not None and state.update % config.eval_every_updates == 0
-        line = stop or self.save_is_due or evaluates or ends_epoch or state.update % config.log_every_updates == 0
-        self.emit(UpdateDone(state.update, state.epoch + 1, self.pace.eta_seconds, line))
+        log = stop or self.save_is_due or evaluates or ends_epoch or state.update % config.log_every_updates == 0
+        self.emit(UpdateDone(state.update, state.epoch + 1, self.pace.eta_seconds, log))
         if self.checkpoints.committed or len(self.checkpoints.failures) > self._failures:
             self.report_saves()
-        return Asked(stop, evaluates and not ends_epoch, self.save_is_due and not ends_epoch, line)
+        return Due(stop, evaluates and not ends_epoch, self.save_is_due and not ends_epoch, log)
 
     def log_update(self, lr: float) -> None:
         """Log the training metrics since the last line; `lr`: the highest rate of the last step. Collective."""
@@ -424,7 +424,7 @@ def _announcement(
 
 def _rate_note(setup: TrainingSetup, checkpoints: Checkpoints) -> str:
     """How settings that have changed since the checkpoint change the learning rate; "" if they do not."""
-    before, rate = checkpoints.rate_before, setup.schedule.highest
+    before, rate = checkpoints.rate_before, setup.schedule.highest_lr
     if before is None or abs(rate - before) <= 1e-3 * max(rate, before):
         return ""
     return f"the learning rate goes from {before:.3g} to {rate:.3g}, because of the changed settings"

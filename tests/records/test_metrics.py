@@ -115,5 +115,5 @@ def test_the_console_shows_headlines_only() -> None:
 
 def test_an_evaluation_with_a_loss_that_is_not_finite_decides_nothing() -> None:
     for loss in (math.nan, math.inf):
-        assert math.isnan(Evaluation({"loss": loss, "accuracy": 0.9}, 10, {}, []).deciding("accuracy"))
-    assert Evaluation({"loss": 0.5, "accuracy": 0.9}, 10, {}, []).deciding("accuracy") == 0.9
+        assert math.isnan(Evaluation({"loss": loss, "accuracy": 0.9}, 10, {}, []).value_to_choose_by("accuracy"))
+    assert Evaluation({"loss": 0.5, "accuracy": 0.9}, 10, {}, []).value_to_choose_by("accuracy") == 0.9

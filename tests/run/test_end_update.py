@@ -60,8 +60,8 @@ def run_at(
 def test_what_the_loop_has_to_do(update: int, asked: dict[str, Any], then: str, logged: bool) -> None:
     run = run_at(update, **asked)
     run.count_update(5 if update == 9 else 10, applied=True)
-    found = run.asked()
-    assert (found.stop, found.line) == (then == "stop", logged)
+    found = run.due()
+    assert (found.stop, found.log) == (then == "stop", logged)
     if not found.stop:  # it comes first
         assert ("evaluate" * found.evaluate or "save" * found.save or "go on") == then
     [event] = [call.args[0] for call in run.emit.call_args_list]

@@ -138,11 +138,11 @@ class StartDoctor:
         exam = Examination(config, launch, accelerator, _existing_folder(config))
         self._make(exam, CONNECTED, is_last=False)
 
-        def check_rest(setup: TrainingSetup) -> None:
+        def finish_preflight(setup: TrainingSetup) -> None:
             exam.setup, exam.splits = setup, setup.splits
             self._make(exam, LOADED | CREATED, is_last=True)
 
-        return check_rest
+        return finish_preflight
 
     def _make(self, exam: Examination, checks: Mapping[str, Check], *, is_last: bool) -> None:
         before, began, found = self.seconds, time.monotonic(), {}

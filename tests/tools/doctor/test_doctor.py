@@ -117,17 +117,17 @@ def test_a_training_is_checked_before_its_first_checkpoint(images: Path, tmp_pat
 
 
 def test_a_mistyped_mode_counts_as_print_and_is_said(monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:
-    from accel_train.cli.train import checks_of_start
+    from accel_train.cli.train import preflight_of_start
 
     for mode, is_checked in (("stict", True), ("", True), ("off", False), ("print", True)):
         monkeypatch.setenv("DOCTOR", mode)
-        assert (checks_of_start(0) is not None) == is_checked
+        assert (preflight_of_start(0) is not None) == is_checked
     said = capsys.readouterr().out  # type: ignore[attr-defined]
     assert said.splitlines()[0] == (
         "warning: DOCTOR is 'stict'; expected print, strict, off. Did you mean 'strict'? It counts as print."
     )
     monkeypatch.delenv("DOCTOR")
-    assert checks_of_start(0) is None
+    assert preflight_of_start(0) is None
 
 
 @pytest.mark.ci
