@@ -44,7 +44,7 @@ from accel_train.launch.environment import Launch
 from accel_train.optim.performance import LESS_MEMORY, memory_advice
 from accel_train.records.metrics import create_own_metrics
 from accel_train.records.summary import plan_text
-from accel_train.run.ending import TrainingResult, finish, interrupt, write_missing_results
+from accel_train.run.ending import TrainingResult, finish, interrupt, mark_finished
 from accel_train.run.observers import check_observers
 from accel_train.run.run import Run
 from accel_train.run.start import claim_directory, find_finished_run, find_start, load_data
@@ -83,7 +83,7 @@ def train(
             config = dataclasses.replace(config, output_dir=directory)
             finished = broadcast_from_main(accelerator, lambda: find_finished_run(directory, config, launch))
             if finished is not None and (result := finished.result):  # nothing is left to train
-                write_missing_results(accelerator, lease, result)
+                mark_finished(accelerator, lease, result)
                 return TrainingResult(directory, True, result.get("stopped_by"), result, nothing_left=True)
             finish_preflight = None if preflight is None or start.resumes else preflight(config, launch, accelerator)
 

@@ -89,7 +89,7 @@ def interrupt(run: Run) -> TrainingResult:
     return _end(run, partial(_interrupt, reason=reason, others_go_on=others_go_on))
 
 
-def write_missing_results(accelerator: Accelerator, lease: Lease, result: Mapping[str, Any]) -> None:
+def mark_finished(accelerator: Accelerator, lease: Lease, result: Mapping[str, Any]) -> None:
     """Write that the run is finished, if the start that wrote `result` was killed before it did so. Collective."""
 
     def write() -> None:
