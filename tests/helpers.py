@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import itertools
 import json
@@ -303,18 +302,6 @@ def record_disk_calls(monkeypatch: Any) -> list[tuple[str, str]]:
     for name in methods:
         monkeypatch.setattr(Path, name, recorded(name))
     return calls
-
-
-def predictions(path: Path) -> list[dict[str, Any]]:
-    """What a CSV file of `accel-train predict` says of each image."""
-    images: list[dict[str, Any]] = []
-    for row in csv.DictReader(path.open(newline="")):
-        if row["rank"] in ("", "1"):
-            images.append({"image": row["image"], "predictions": [], "error": row["error"]})
-        if row["class"]:
-            found = {"class": row["class"], "probability": float(row["probability"])}
-            images[-1]["predictions"].append(found)
-    return images
 
 
 def write_digits(folder: Path, count: int = 5) -> list[Path]:

@@ -74,10 +74,13 @@ class WeightsOptions(CommandOptions):
 SHORT = 24  # characters: a column of cells up to this width is never wrapped
 
 
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[str] = ()) -> None:
+def print_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[str] = (), grouped: bool = False
+) -> None:
     """Print a table: with wrapped cells on a terminal, elsewhere as whole, aligned columns for grep and cut.
 
-    `numbers`: the titles of the columns that are aligned on the right.
+    `numbers`: the titles of the columns that are aligned on the right. `grouped`: a terminal shows the first cell only
+    once for neighbouring rows in which it is the same.
     """
     head, rows = [one_line(title) for title in head], [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
@@ -98,6 +101,9 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: 
     for i, title in enumerate(head):
         justify = "right" if title in numbers else "left"
         table.add_column(title, justify=justify, no_wrap=widths[i] <= SHORT, overflow="fold")  # type: ignore[arg-type]
+    before = ""
     for row in rows:
-        table.add_row(*map(Text, row))  # Text, so that a "[b]" in a name is not read as markup
+        first = "" if grouped and row[0] == before else row[0]
+        before = row[0]
+        table.add_row(*map(Text, (first, *row[1:])))  # Text, so that a "[b]" in a name is not read as markup
     console.print(table)

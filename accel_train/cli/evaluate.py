@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -173,8 +174,8 @@ class Predict(WeightsOptions):
     """Number of classes for each image; default: 1 on the console, 5 in a file; with several labels an image: all."""
     threshold: Annotated[float | None, FRACTION] = None
     """Show the classes with at least this probability, for runs with several labels an image; default: 0.5."""
-    output: Annotated[Path | None, ending(".csv")] = None
-    """Write to this .csv file instead of a table; it is there when all images are done."""
+    output: Annotated[Path | None, ending(".csv", ".jsonl")] = None
+    """Write to this .csv or .jsonl file instead of a table; it is there when all images are done."""
     batch_size: Annotated[int, POSITIVE] = 64
     """Images in one forward pass."""
 
@@ -260,14 +261,15 @@ def _print(predictions: Sequence[Prediction]) -> None:
         nothing = "cannot be read" if prediction.error else "none"
         rows += [(str(prediction.image), *row) for row in shown or [(nothing, "")]]
     if rows:
-        print_table(("image", "class", "probability"), rows, numbers=["probability"])
+        print_table(("image", "class", "probability"), rows, numbers=["probability"], grouped=True)
 
 
 def _write(path: Path, predictions: Iterable[Prediction]) -> None:
     """Write a file line by line. It is there when all are written: a kill leaves what was there before."""
+    write = _write_csv if path.suffix == ".csv" else _write_jsonl
     with atomic_replacement(path) as temporary:
         with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            _write_csv(file, predictions)
+            write(file, predictions)
         fsync(temporary)
 
 
@@ -279,3 +281,12 @@ def _write_csv(file: TextIO, predictions: Iterable[Prediction]) -> None:
         best = zip(prediction.classes, prediction.probabilities, strict=True)
         rows: list[tuple[Any, ...]] = [(rank, name, f"{value:.6g}") for rank, (name, value) in enumerate(best, 1)]
         writer.writerows((prediction.image, *row, prediction.error) for row in rows or [("", "", "")])
+
+
+def _write_jsonl(file: TextIO, predictions: Iterable[Prediction]) -> None:
+    """Write lines {"image": …, "predictions": [{"class": …, "probability": …}, …]}, with "error" if unreadable."""
+    for prediction in predictions:
+        best = zip(prediction.classes, prediction.probabilities, strict=True)
+        found = [{"class": name, "probability": float(f"{value:.6g}")} for name, value in best]
+        line: dict[str, Any] = {"image": str(prediction.image), "predictions": found}
+        file.write(json.dumps(line | ({"error": prediction.error} if prediction.error else {})) + "\n")

@@ -19,7 +19,7 @@ ROWS = [("a.png", "cat [bold]", "98.00%"), ("a.png", "dog", "2.00%"), ("b" * 40,
 
 
 def test_plain_columns_are_aligned_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(HEAD, ROWS, numbers=("share",))
+    print_table(HEAD, ROWS, numbers=("share",), grouped=True)
     assert capsys.readouterr().out.splitlines() == [
         f"{'image':40}  class         share",
         f"{'a.png':40}  cat [bold]   98.00%",
@@ -37,11 +37,11 @@ def test_a_cell_is_one_line_and_no_command_to_the_terminal(capsys: pytest.Captur
     ]
 
 
-def test_on_a_terminal_long_cells_wrap() -> None:
+def test_on_a_terminal_long_cells_wrap_and_repeated_ones_are_left_out() -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_common import HEAD, ROWS; "
         "from accel_train.cli.common import print_table\n"
-        "print_table(HEAD, ROWS, numbers=('share',))"
+        "print_table(HEAD, ROWS, numbers=('share',), grouped=True)"
     )
     terminal, stdout = pty.openpty()
     environment = os.environ | {"COLUMNS": "50", "TERM": "xterm"}
@@ -53,7 +53,7 @@ def test_on_a_terminal_long_cells_wrap() -> None:
     assert [line.split() for line in lines] == [
         ["image", "class", "share"],
         ["a.png", "cat", "[bold]", "98.00%"],
-        ["a.png", "dog", "2.00%"],
+        ["dog", "2.00%"],
         ["b" * 29, "dog", "100.00%"],
         ["b" * 11],
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Captured, environment, predictions, run, write_digits
+from helpers import Captured, environment, run, write_digits
 from sklearn.metrics import average_precision_score, f1_score
 
 from accel_train.api import load_run
@@ -134,12 +134,13 @@ def said(*words: object) -> tuple[int, str, str]:
 @pytest.mark.ci
 def test_predict_shows_all_classes_from_the_threshold_on(single: Path) -> None:
     images = write_digits(single / "images")
-    output = single / "predictions.csv"
+    output = single / "predictions.jsonl"
     shown = {}
     for threshold in ("0", "0.3", "1"):
         code, _, err = said("predict", single, *images, "--threshold", threshold, "--output", output)
         assert code == 0, err
-        shown[threshold] = [image["predictions"] for image in predictions(output)]
+        lines = [json.loads(line) for line in output.read_text().splitlines()]
+        shown[threshold] = [line["predictions"] for line in lines]
     assert all(len(classes) == 10 for classes in shown["0"]) and not any(shown["1"])
     for every, some in zip(shown["0"], shown["0.3"], strict=True):
         assert some == [pair for pair in every if pair["probability"] >= 0.3]

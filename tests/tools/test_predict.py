@@ -56,10 +56,10 @@ def digit(number: int) -> Image.Image:
 
 
 def predicted(run: Path, *words: object) -> list[dict]:
-    """Predict, and return what the file says of each image."""
-    output = run.parent / "found.csv"
+    """Predict, and return the lines of the JSONL file."""
+    output = run.parent / "found.jsonl"
     assert cli.main(["predict", str(run), *map(str, words), "--output", str(output)]) in (0, 1)
-    return helpers.predictions(output)
+    return [json.loads(line) for line in output.read_text().splitlines()]
 
 
 def probabilities(line: dict) -> dict[str, float]:
@@ -177,7 +177,7 @@ def test_a_row_for_each_image_that_is_given(alone: Path, tmp_path: Path) -> None
     lines = predicted(alone, *given, "--batch-size", 2, "--top-k", 3)
     assert [line["image"] for line in lines] == list(map(str, given))
     assert [len(line["predictions"]) for line in lines] == [3, 0, 3, 3, 0, 3]
-    assert [line["error"] for line in lines[:3]] == ["", "the file is empty", ""]
+    assert [line.get("error") for line in lines[:3]] == [None, "the file is empty", None]
 
     output = tmp_path / "found.csv"
     assert cli.main(["predict", str(alone), *map(str, given[:3]), "--top-k", "1", "--output", str(output)]) == 1
