@@ -81,6 +81,7 @@ def fail_together(accelerator: Accelerator, work: Callable[[], T]) -> T:
         first, *others = found[failed[0]]
         raise UserError(f"On rank {failed[0]}, but not on all: {first}", *others) from error
     if error is not None:
+        error.every_process = True  # one of them prints it
         raise error
     return result  # type: ignore[return-value]
 

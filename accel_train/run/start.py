@@ -225,13 +225,11 @@ def load_data(config: Config, accelerator: Accelerator, stopped: Callable[[], st
 
         return dataclasses.replace(splits, table=shard_table(config.data, splits.train).digest(splits.table))
 
-    # Only a user's Dataset may be loaded by all processes together; then they find its mistakes together.
-    is_users = parse_reference("data.name", config.data.name) is not None
-    if config.data.is_staged and not is_users:
+    if config.data.is_staged and parse_reference("data.name", config.data.name) is None:
         from accel_train.data.sources.staging import stage_on_all_nodes
 
         stage_on_all_nodes(config.data, accelerator, stopped)
-    splits = load() if is_users else fail_together(accelerator, load)
+    splits = fail_together(accelerator, load)
     check_schedule(config.schedule, splits)
     check_best_metric(config, splits)
     drawn = {}
