@@ -22,7 +22,7 @@ from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import Splits
 from accel_train.errors import UserError, counted
-from accel_train.launch.accelerator import collective_seconds, create_accelerator
+from accel_train.launch.accelerator import collective_seconds, create_accelerator, start_seconds
 from accel_train.launch.environment import Launch
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
 from accel_train.models.dropout import convert_dropout
@@ -102,7 +102,7 @@ def connect(config: Config, launch: Launch) -> Accelerator:
     accelerator = create_accelerator(
         launch,
         rendezvous_seconds=config.rendezvous_timeout_seconds,
-        collective_seconds=collective_seconds(config.start_timeout_seconds),
+        collective_seconds=collective_seconds(start_seconds(config.hang_timeout_seconds)),
         share_gpus=config.share_gpus,
     )
     set_defaults(accelerator.device)

@@ -191,7 +191,7 @@ MUTANTS = [
            "run/test_observers.py", "an observer that failed is warned of once, and dropped"),
     Mutant(WATCHDOG, " or self._last_heard[rank][0] != progress.beat:", ":",
            "run/test_signs_of_life.py", "a living process is not called lost"),
-    Mutant(WATCHDOG, "                if self._has_updated\n", "                if not self._has_updated\n",
+    Mutant(WATCHDOG, "if self._has_updated else", "if not self._has_updated else",
            "run/test_signs_of_life.py", "until the first update another time limit counts"),
     Mutant(WATCHDOG, "self._store.compare_set(\"end\", \"\", announcement)", "self._store.compare_set(\"end\", self._store.get(\"end\") if self._store.check([\"end\"]) else \"\", announcement)",
            "run/test_signs_of_life.py", "the first reason for the end of a run is the one that all tell"),

@@ -451,10 +451,9 @@ class Config:
     """What to do about a NaN or infinite loss or gradient: stop the run, or skip the update."""
     rendezvous_timeout_seconds: Annotated[float, POSITIVE, AFTER_FAILURE] = 600.0
     """How long processes wait for each other at the start; then the missing ones are named."""
-    start_timeout_seconds: Annotated[float, NOT_NEGATIVE, AFTER_FAILURE] = 3600.0
-    """Like hang-timeout-seconds, but until the first update of each start (downloads, compilation); 0: never."""
     hang_timeout_seconds: Annotated[float, NOT_NEGATIVE, AFTER_FAILURE] = 1800.0
-    """Without progress for this time, write the stacks of all threads and end the run; 0: never."""
+    """Without progress for this time (until a start's first update an hour, or this if it is longer), write the stacks
+    of all threads and end the run; 0: never."""
     share_gpus: Annotated[bool, Free("where the run is computed")] = False
     """Let several processes of a node share one GPU: slow (gloo instead of NCCL), for tests."""
     trackers: Annotated[tuple[str, ...], Free("only what is shown")] = ()

@@ -30,6 +30,8 @@ from accel_train.launch.environment import Launch
 from accel_train.launch.process import gpu_asked_for, hostname, is_yes
 from accel_train.untrusted import read_regular_file, read_yaml
 
+START_SECONDS = 3600.0  # downloads and compilation take long
+
 LAUNCHER_CONFIG = "ACCEL_TRAIN_LAUNCHER_CONFIG"
 """Names a config file of Accelerate's. The job scripts set it for processes without a launcher."""
 NEED_LAUNCHER = ("use_deepspeed", "use_megatron_lm", "tpu")
@@ -242,6 +244,11 @@ def connecting() -> Iterator[None]:
             "the interface that they share.",
             every_process=False,
         ) from error
+
+
+def start_seconds(hang_seconds: float) -> float:
+    """How long a start may make no progress until its first update, if later `hang_seconds` are too long (0: never)."""
+    return max(START_SECONDS, hang_seconds) if hang_seconds else 0.0
 
 
 def collective_seconds(limit: float) -> float:

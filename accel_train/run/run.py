@@ -130,8 +130,8 @@ class Run:
         """A signal, a file, the clock or --checkpoint.every-updates requests a save that is not done yet."""
         self.resume_command = resume_command(setup.launch, path)
         config = self.config
-        seconds = config.start_timeout_seconds, config.hang_timeout_seconds
-        self.watchdog = Watchdog(self.accelerator, self.directory, requests, *seconds, setup.launch.agent)
+        hang_seconds = config.hang_timeout_seconds
+        self.watchdog = Watchdog(self.accelerator, self.directory, requests, hang_seconds, setup.launch.agent)
         plan = setup.plan
         self.console = open_console(
             prints=self.is_main,

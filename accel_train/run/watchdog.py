@@ -4,7 +4,7 @@ While one process waits for its disk, all others wait for it in a collective, an
 process counts its steps (a batch requested, a batch received, an update, a checkpoint), and every few seconds its
 thread publishes the count, and words for it, in the process group's store. Then
 
-* a process whose count does not change for --hang-timeout-seconds (until the first update: --start-timeout-seconds,
+* a process whose count does not change for --hang-timeout-seconds (until the first update at least for an hour,
   because downloads and compilation take long) ends the run. All processes write the stacks of all their threads to
   RUN/hang/rank-K.txt, and the message names the slow process: it does not answer at all, or has the lowest count;
 * a process that has not been heard from for 45 s was killed, or its node is lost: the others end;
@@ -36,7 +36,7 @@ from accelerate import Accelerator
 from torch import distributed
 
 from accel_train.errors import UserError, print_line, reason_of
-from accel_train.launch.accelerator import collective_seconds
+from accel_train.launch.accelerator import collective_seconds, start_seconds
 from accel_train.launch.compat import process_group_store, set_collective_timeout
 from accel_train.launch.process import (
     CODE,
@@ -210,17 +210,16 @@ class Watchdog:
         accelerator: Accelerator,
         run: RunDirectory,
         stop_requests: StopRequests,
-        start_seconds: float,
         hang_seconds: float,
         agent: tuple[int, str] | None = None,
     ) -> None:
-        """The run ends after `start_seconds` without a step before the first update, and `hang_seconds` later; 0 is
+        """The run ends after `hang_seconds` without a step, before the first update after `start_seconds` of it; 0 is
         never. `agent`: the launcher's process, see `environment.Launch`."""
         self.run, self.stop_requests, self.agent = run, stop_requests, agent
-        self.start_seconds, self.hang_seconds = start_seconds, hang_seconds
+        self.start_seconds, self.hang_seconds = start_seconds(hang_seconds), hang_seconds
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
-        self.tick = min([TICK_SECONDS, *(limit / 4 for limit in (start_seconds, hang_seconds) if limit)])
+        self.tick = min(TICK_SECONDS, hang_seconds / 4) if hang_seconds else TICK_SECONDS
         self._count, self._activity, self._update, self._has_updated = 0, "begins", 0, False
         self._beat = 0
         self._leaving = threading.Event()
@@ -277,11 +276,7 @@ class Watchdog:
             if last_count != self._count:
                 last_count, beat_of_count = self._count, self._beat
             idle = (self._beat - beat_of_count) * self.tick
-            limit, option = (
-                (self.hang_seconds, "--hang-timeout-seconds")
-                if self._has_updated
-                else (self.start_seconds, "--start-timeout-seconds")
-            )
+            limit = self.hang_seconds if self._has_updated else self.start_seconds
             try:
                 self._check_others()
                 unreachable = 0
@@ -300,7 +295,7 @@ class Watchdog:
                     f"{name} came, and no step ended within {idle:.0f} s. Has another process died? See the log."
                 )
             if limit and idle >= limit:
-                self._end_run(f"No progress for {idle:.0f} s ({option}).")
+                self._end_run(f"No progress for {idle:.0f} s (--hang-timeout-seconds).")
 
     def _publish(self, *, has_left: bool = False) -> None:
         if self.world_size == 1:

@@ -129,7 +129,7 @@ def measure(ranks: int) -> dict[str, list[tuple[int, int]]]:
 def _watchdog(rank: int, stores: Sequence[Counted]) -> Watchdog:
     accelerator: Any = SimpleNamespace(process_index=rank, num_processes=1)  # as there is no process group
     run: Any = SimpleNamespace(fail=lambda text: None)
-    watchdog = Watchdog(accelerator, run, SimpleNamespace(reason=""), 0, 0)  # type: ignore[arg-type]
+    watchdog = Watchdog(accelerator, run, SimpleNamespace(reason=""), 0)  # type: ignore[arg-type]
     watchdog.world_size = len(stores)
     watchdog._store = store = ProgressStore.__new__(ProgressStore)
     store.rank, store.world_size, store._store = rank, len(stores), stores[rank]

@@ -21,9 +21,9 @@ def stores() -> Iterator[list[ProgressStore]]:
     distributed.destroy_process_group()
 
 
-def watchdog(processes: int, start_seconds: float = 0, hang_seconds: float = 0) -> Any:
+def watchdog(processes: int, hang_seconds: float = 0) -> Any:
     accelerator: Any = SimpleNamespace(process_index=0, num_processes=processes)
-    return Watchdog(accelerator, None, SimpleNamespace(reason=""), start_seconds, hang_seconds)  # type: ignore[arg-type]
+    return Watchdog(accelerator, None, SimpleNamespace(reason=""), hang_seconds)  # type: ignore[arg-type]
 
 
 def progress(beat: int, *, has_left: bool = False) -> Progress:
@@ -67,8 +67,9 @@ def test_a_process_is_silent_after_so_many_ticks_without_a_new_beat(stores: list
 
 @pytest.mark.parametrize("has_updated", [False, True])
 def test_until_the_first_update_another_limit_counts(has_updated: bool) -> None:
-    limits = (2, 0.2) if has_updated else (0.2, 2)
-    dog, ends = watchdog(1, *limits), []
+    dog, ends = watchdog(1, 0.2), []
+    assert dog.start_seconds == 3600
+    dog.start_seconds, dog.hang_seconds = (2, 0.2) if has_updated else (0.2, 2)
 
     def end_run(text: str) -> None:
         ends.append(text)
@@ -80,5 +81,5 @@ def test_until_the_first_update_another_limit_counts(has_updated: bool) -> None:
         dog.advance(1)
     began = time.monotonic()
     dog._watch()
-    assert ends == [f"No progress for 0 s (--{'hang' if has_updated else 'start'}-timeout-seconds)."]
+    assert ends == ["No progress for 0 s (--hang-timeout-seconds)."]
     assert time.monotonic() - began >= 0.2
