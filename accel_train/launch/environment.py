@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from accel_train.errors import UserError, how_to_get, print_line
 from accel_train.launch.process import (
     ancestors,
     available_cores,
-    elastic_id,
     has_terminal,
     is_launcher,
     is_slurm_task,
@@ -61,8 +60,6 @@ class Launch:
     local_world_size: int = 1
     agent: tuple[int, str] | None = field(default=None, compare=False, kw_only=True)
     """The process of accelerate launch or torchrun that started this one: its number and start time (`process`)."""
-    elastic: bool = field(default=False, compare=False, kw_only=True)
-    """Whether agents of torchrun start their processes again when one fails."""
     began: float = field(default_factory=time.time, compare=False, kw_only=True)
     """When this process asked how it was started, which it does before it imports torch; seconds since 1970."""
 
@@ -97,7 +94,7 @@ def prepare_environment(*, bitwise: bool = False) -> Launch:
     env = os.environ
     launch = _detect(env)
     _check_promise(launch, env)
-    launch = replace(launch, agent=_agent(launch), elastic=bool(elastic_id()))
+    launch = replace(launch, agent=_agent(launch))
     if launch.launcher not in NEED_NO_MAPPING:
         address, port = _rendezvous_address(launch, env)
         env.setdefault("MASTER_ADDR", address)
@@ -128,18 +125,15 @@ def at_terminal() -> bool:
     return alone and (os.isatty(0) or os.isatty(2))
 
 
-def _detect(env: Mapping[str, str], above: Sequence[str] | None = None) -> Launch:
-    """The launcher and the rank, from the variables `env`. Raises UserError if one of them is not a number.
-
-    `above`: as `_slurm_tasks` has it.
-    """
+def _detect(env: Mapping[str, str]) -> Launch:
+    """The launcher and the rank, from the variables `env`. Raises UserError if one of them is not a number."""
     number = partial(_number, env)
     accelerate = "ACCELERATE_MIXED_PRECISION" in env
     if "RANK" in env:  # a launcher inside a task of srun or mpirun decides
         name = "accelerate" if accelerate else "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
         world = (number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE", "1"))
         return Launch(name, *world)
-    tasks = _slurm_tasks(env, above)
+    tasks = _slurm_tasks(env)
     for name, *variables in MPI_VARIABLES:
         of_slurm = variables[1] == "PMI_SIZE" and number("PMI_SIZE", "1") == tasks  # srun --mpi=pmi2
         if number(variables[1], "1") > 1 and variables[2] in env and not of_slurm:
@@ -165,23 +159,23 @@ def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
     return int(value)
 
 
-def _in_slurm_step(env: Mapping[str, str], above: Sequence[str] | None = None) -> bool:
+def _in_slurm_step(env: Mapping[str, str]) -> bool:
     """Whether srun started this process as a task, rather than a shell or script of sbatch, salloc or `srun --pty`.
 
-    `above`: the names of the processes above this one; None is those that the system shows. If they do not tell (they
-    may be hidden, or outside of a container), the variables are believed: a batch script has no step number, unless it
-    was sent from a step, and an interactive step has one near 2^32.
+    If the processes above this one do not tell (they may be hidden, or outside of a container), the variables are
+    believed: a batch script has no step number, unless it was sent from a step, and an interactive step has one near
+    2^32.
     """
     step = env.get("SLURM_STEP_ID", "")
     if not step.isdigit() or ("SLURM_PTY_PORT" in env and has_terminal()):
         return False
-    is_task = is_slurm_task(ancestors() if above is None else above)
+    is_task = is_slurm_task(ancestors())
     return int(step) < 2**31 if is_task is None else is_task
 
 
-def _slurm_tasks(env: Mapping[str, str], above: Sequence[str] | None = None) -> int:
+def _slurm_tasks(env: Mapping[str, str]) -> int:
     """How many tasks srun started, if this process is one of them; else 1."""
-    if not _in_slurm_step(env, above):
+    if not _in_slurm_step(env):
         return 1
     return _number(env, "SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))
 

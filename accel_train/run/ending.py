@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from accel_train.errors import UnsavedError, counted
 from accel_train.launch.accelerator import precision
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.launch.process import FROM_LAUNCHER, MARKER, other_agents_restart, ranges
+from accel_train.launch.process import FROM_LAUNCHER, MARKER, elastic_id, other_agents_restart, ranges
 from accel_train.ownership.lease import Lease
 from accel_train.records.cost import cost_of
 from accel_train.records.directory import RunDirectory
@@ -161,7 +161,7 @@ def _interrupt(run: Run, *, reason: str, others_go_on: bool) -> TrainingResult |
     checkpoints, state, directory = run.checkpoints, run.state, run.directory
     run.ledger.end(finished=False)
     go_on = None if others_go_on else run.resume_command
-    if run.setup.launch.elastic and reason in FROM_LAUNCHER:
+    if elastic_id() and reason in FROM_LAUNCHER:
         go_on = f"by itself if another agent has joined. If not: {go_on}"
     run.emit(Noted("interrupted", {"update": state.update, "reason": reason}))
     by = "Ctrl-C" if reason == "SIGINT" else reason

@@ -98,7 +98,8 @@ def test_the_process_that_started_a_step_says_what_it_is(
     above: list[str], typed: bool, env: dict[str, str], expected: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("accel_train.launch.environment.has_terminal", lambda: typed)
-    assert _detect(env, above) == expected
+    monkeypatch.setattr("accel_train.launch.environment.ancestors", lambda: above)
+    assert _detect(env) == expected
 
 
 @pytest.mark.parametrize(
