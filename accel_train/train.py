@@ -92,7 +92,7 @@ def train(
             own_metrics = create_own_metrics(config.metrics, accelerator, splits)
             with memory_advice(f"at the start, before the first update: {LESS_MEMORY}"):
                 setup = create_training_setup(
-                    config, launch, accelerator, splits, weights=start.weights, published=not start.resumes
+                    config, launch, accelerator, splits, weights=start.weights, pretrained=not start.resumes
                 )
             setup = dataclasses.replace(setup, own_metrics=own_metrics)
             if finish_preflight is not None:

@@ -139,17 +139,17 @@ def create_training_setup(
     splits: Splits,
     *,
     weights: Weights | None = None,
-    published: bool = True,
+    pretrained: bool = True,
 ) -> TrainingSetup:
-    """Create everything that `config` names, with the `weights` to begin from. `published=False`: without pretrained
+    """Create everything that `config` names, with the `weights` to begin from. `pretrained=False`: without pretrained
     ones, for a benchmark or a checkpoint's weights. Collective. Raises UserError if something does not fit."""
     size = models.input_size(config.model, splits.image_size, config.origin)
     model, loaded = create_new_model(
-        config, accelerator, splits.classes, splits.channels, size, weights, published=published
+        config, accelerator, splits.classes, splits.channels, size, weights, pretrained=pretrained
     )
     memory_format = use_fastest_memory_format(accelerator, model)
     use_deterministic_layers(config, model, splits.channels, size)  # before the EMA, which has the same layers
-    verdict = find_verdict(config, accelerator, model, splits.channels, size, resumes=not published)
+    verdict = find_verdict(config, accelerator, model, splits.channels, size, resumes=not pretrained)
     verdict.prepare_ddp(accelerator)
     virtual_batch, accumulation = divide_batch(
         config, launch.world_size, batchnorm=has_batchnorm(model), apart=bool(verdict.together)
@@ -205,7 +205,7 @@ def create_training_setup(
         criterion=criterion,
         warnings=(*_warnings(config, verdict, plan), *plan.warnings()),
         loaded=loaded,
-        from_checkpoint=not published and (config.model.pretrained or config.model.weights is not None),
+        from_checkpoint=not pretrained and (config.model.pretrained or config.model.weights is not None),
         **create_input(config, accelerator, splits, size, memory_format, plan),
     )
     # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.

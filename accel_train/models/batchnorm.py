@@ -47,7 +47,7 @@ class VirtualBatches:
         self.modules = [module for module in model.modules() if virtual_class(type(module)) is not None]
         self.tracked: list[Any] = [module for module in self.modules if module.track_running_stats]
         first = self.tracked[0].running_mean if self.tracked else torch.empty(0)
-        self._virtual_batch, self.window = virtual_batch, Window(virtual_batch)
+        self._virtual_batch, self.forward_pass = virtual_batch, ForwardPass(virtual_batch)
         self._sizes = [len(module.running_mean) for module in self.tracked]
         # Of the current forward pass, one tensor a layer: if they were parts of one, torch.compile would take them for
         # one input that a graph changes, and skip CUDA graphs because that input is not static.
@@ -57,7 +57,7 @@ class VirtualBatches:
         self._rows: list[Tensor] = []  # in place of the sums: what will be summed exactly
         for module in self.modules:
             module.__class__ = virtual_class(type(module))  # type: ignore[assignment]
-            module.window = self.window  # type: ignore[assignment]
+            module.forward_pass = self.forward_pass  # type: ignore[assignment]
         self._forget_calls()
         # A momentum of None is a mean over all updates in which the layer was called.
         self._momentum = self._per_channel(
@@ -76,12 +76,12 @@ class VirtualBatches:
         normalised as the real ones, by the same kernels, but does not count. `whole`: the pass is one virtual batch,
         however many samples it has."""
         self._keep()
-        self.window.virtual_batch = len(real) if whole else self._virtual_batch
+        self.forward_pass.virtual_batch = len(real) if whole else self._virtual_batch
         self._may_be_empty = may_be_empty and not padded
-        self.window.samples, self.window.padded, self.window.real = len(real), padded, real
+        self.forward_pass.samples, self.forward_pass.padded, self.forward_pass.real = len(real), padded, real
         if not self.tracked:
             return
-        count = len(real) // self.window.virtual_batch
+        count = len(real) // self.forward_pass.virtual_batch
         if not self._statistics or len(self._statistics[0]) != count:
             self._statistics = [self._sums.new_zeros(count, 3, size) for size in self._sizes]
             for module, statistics in zip(self.tracked, self._statistics, strict=True):
@@ -90,7 +90,7 @@ class VirtualBatches:
 
     def discard(self) -> None:
         """The update is skipped: its samples do not count."""
-        self.window.samples = 0
+        self.forward_pass.samples = 0
         self._all_called = False
         self._forget_calls()
         self._sums.zero_()
@@ -98,17 +98,17 @@ class VirtualBatches:
 
     def _keep(self) -> None:
         """Add the statistics of the last forward pass, or put them aside if they must not be added in this order."""
-        if self.tracked and self.window.samples:
+        if self.tracked and self.forward_pass.samples:
             current = self.current
             self._add_waiting(current)
             self._count_calls(current)
-            if self._may_be_empty and self.window.real is not None:
-                current.mul_(self.window.real.view(len(current), -1)[:, :1, None])
+            if self._may_be_empty and self.forward_pass.real is not None:
+                current.mul_(self.forward_pass.real.view(len(current), -1)[:, :1, None])
             if self._exact is None:
                 self._sums.add_(current[0] if len(current) == 1 else current.sum(0))
             else:
                 self._rows.append(current.flatten(1))
-        self.window.samples = 0
+        self.forward_pass.samples = 0
 
     @property
     def current(self) -> Tensor:
@@ -201,7 +201,7 @@ class VirtualBatches:
 
 
 @dataclass
-class Window:
+class ForwardPass:
     """What the layers have to know of the current forward pass. All layers of a model share one."""
 
     virtual_batch: int
@@ -217,7 +217,7 @@ class Window:
 class VirtualBatchNorm:
     """Mixed into a BatchNorm class: in training it normalises each virtual batch by itself."""
 
-    window: Window
+    forward_pass: ForwardPass
     statistics: Tensor
     """float32 [virtual batches, 3, channels] of this forward pass: the sums over its calls of the mean, of the unbiased
     variance, and of 1 if they count."""
@@ -232,13 +232,13 @@ class VirtualBatchNorm:
 
     def forward(self: Any, values: Tensor) -> Tensor:
         """The same as BatchNorm's, for values [samples * k, channels, ...] of k rows of each sample."""
-        window = self.window
-        if not self.training or not window.samples:
+        now = self.forward_pass
+        if not self.training or not now.samples:
             return cast(Tensor, super().forward(values))  # type: ignore[misc]
-        if len(values) % window.samples:
+        if len(values) % now.samples:
             normalised = self._normalise_together(values)
         else:
-            normalised = self._normalise_batches(values, window.virtual_batch * (len(values) // window.samples))
+            normalised = self._normalise_batches(values, now.virtual_batch * (len(values) // now.samples))
         if self.activates:
             normalised = self.act(self.drop(normalised))
         return cast(Tensor, normalised)
@@ -247,7 +247,7 @@ class VirtualBatchNorm:
         """Each `rows` of the values by itself."""
         single = rows * values[0, 0].numel() == 1
         # The first question comes first: torch.compile would record two graphs, with and without padding.
-        if torch.compiler.is_compiling() or self.window.padded or single:
+        if torch.compiler.is_compiling() or self.forward_pass.padded or single:
             return cast(Tensor, self._normalise_real(values, rows))
         if rows == len(values) or is_fused(values):
             return cast(Tensor, self._normalise_at_once(values, rows))
@@ -293,7 +293,9 @@ class VirtualBatchNorm:
         """
         groups = values.view(-1, rows, *values.shape[1:]).to(torch.promote_types(values.dtype, torch.float32))
         shape = [groups.shape[0], rows] + [1] * (groups.ndim - 2)
-        weights = self.window.real.repeat_interleave(len(values) // self.window.samples).view(shape).to(groups)
+        weights = (
+            self.forward_pass.real.repeat_interleave(len(values) // self.forward_pass.samples).view(shape).to(groups)
+        )
         summed = (1, *range(3, groups.ndim))
         count = weights.sum(1, keepdim=True) * groups[0, 0, 0].numel()
         mean = (groups * weights).sum(summed, keepdim=True) / count.clamp(min=1)

@@ -58,9 +58,9 @@ def input_size(model: Model, native: int | None, origin: Origin = NO_ORIGIN) -> 
             return int(published_weights(model.name).transforms().crop_size[0])
         return 224 if size_argument(model.name) else native or 224
     if is_timms(model.name):
-        published = _timm_config(model.name)
-        if model.pretrained or published.fixed_input_size:
-            return int(published.input_size[-1])
+        described = _timm_config(model.name)
+        if model.pretrained or described.fixed_input_size:
+            return int(described.input_size[-1])
     return native or 224
 
 
@@ -75,8 +75,8 @@ def pretrained_normalization(model: Model) -> tuple[tuple[float, ...], tuple[flo
     if model.name.startswith(TORCHVISION):
         transforms = published_weights(model.name).transforms()
         return tuple(transforms.mean), tuple(transforms.std)
-    published = _timm_config(model.name)
-    return tuple(published.mean), tuple(published.std)
+    described = _timm_config(model.name)
+    return tuple(described.mean), tuple(described.std)
 
 
 def create_model(
@@ -85,7 +85,7 @@ def create_model(
     num_classes: int,
     channels: int,
     image_size: int,
-    published: bool = True,
+    pretrained: bool = True,
 ) -> nn.Module:
     """The model: float images [b, channels, image_size, image_size] to logits [b, num_classes]; on the CPU.
 
@@ -93,7 +93,7 @@ def create_model(
     convolution is summed over colours for grey images, and a last layer for another number of classes is made
     new. What is frozen (classifier.py) requires no gradients; call `set_train_mode` rather than `.train()`.
 
-    Without `published` no weights are fetched, whatever model.pretrained says: for a model whose own are loaded next.
+    Without `pretrained` no weights are fetched, whatever model.pretrained says: for a model whose own are loaded next.
 
     Published weights are downloaded by each process that finds them missing from the cache: let one go first.
     Raises UserError for an unknown name, an option or a size of image that the model does not take, and
@@ -109,13 +109,13 @@ def create_model(
             made = NETS[model.name](num_classes, channels, image_size, **options)
         elif model.name.startswith(TORCHVISION):
             made = create_torchvision(model, num_classes, channels, image_size, more_arguments(model))
-            if model.pretrained and published:
+            if model.pretrained and pretrained:
                 check_forward(made, model.name, channels, image_size)
                 find_classifier(made, num_classes, channels, image_size)
                 state = published_weights(model.name).get_state_dict(progress=False, check_hash=True)
                 load_state(made, state, Weights(Path(), model.name, None), [""] * num_classes, channels)
         else:
-            made = _create_timm(model, num_classes, channels, image_size, published)
+            made = _create_timm(model, num_classes, channels, image_size, pretrained)
     except (TypeError, LookupError, AttributeError) as error:
         asked = [key for key in ("dropout", "drop_path", "kwargs") if getattr(model, key) is not None]
         if not asked or ("keyword argument" not in str(error) and not model.kwargs):
@@ -144,13 +144,13 @@ def create_new_model(
     size: int,
     weights: Weights | None,
     *,
-    published: bool,
+    pretrained: bool,
 ) -> tuple[nn.Module, str]:
     """The model on the device, and which `weights` were loaded ("" for None).
 
     Weights that are not loaded or published follow from the seed alone.
     """
-    fetches = config.model.pretrained and published
+    fetches = config.model.pretrained and pretrained
     with accelerator.main_process_first() if fetches else nullcontext():  # one process downloads
         torch.manual_seed(key(config.seed, "weights"))
         model = create_model(
@@ -158,7 +158,7 @@ def create_new_model(
             num_classes=len(classes),
             channels=channels,
             image_size=size,
-            published=published,
+            pretrained=pretrained,
         )
     loaded = ""
     if weights is not None:
@@ -270,19 +270,19 @@ def _timm_config(name: str) -> Any:
         raise UserError(f"model.name: {base} has no weights {tag!r}.{nearest(name, known, count=5)}") from error
 
 
-def _create_timm(model: Model, num_classes: int, channels: int, image_size: int, load_published: bool) -> nn.Module:
+def _create_timm(model: Model, num_classes: int, channels: int, image_size: int, pretrained: bool) -> nn.Module:
     import timm
 
     own = without_none(drop_rate=model.dropout, drop_path_rate=model.drop_path) | more_arguments(model)
     options = PUBLISHED_ARGUMENTS.get(model.name.partition(".")[0], {}) | own
-    published = _timm_config(model.name)
-    sized = published.fixed_input_size and image_size != published.input_size[-1]
+    described = _timm_config(model.name)
+    sized = described.fixed_input_size and image_size != described.input_size[-1]
     if sized:
         options["img_size"] = image_size
     try:
         made = timm.create_model(
             model.name,
-            pretrained=model.pretrained and load_published,
+            pretrained=model.pretrained and pretrained,
             num_classes=num_classes,
             in_chans=channels,
             **options,

@@ -145,7 +145,7 @@ def _divide_without_data(config: Config, accelerator: Accelerator) -> tuple[int,
     size = models.input_size(config.model, None, config.origin)
     # A user's own code may need real numbers.
     with torch.device("cpu" if parse_reference("model.name", config.model.name) else "meta"):
-        model = models.create_model(config.model, num_classes=2, channels=3, image_size=size, published=False)
+        model = models.create_model(config.model, num_classes=2, channels=3, image_size=size, pretrained=False)
     return divide_batch(config, accelerator.num_processes, batchnorm=has_batchnorm(model))
 
 

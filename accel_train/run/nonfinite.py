@@ -65,20 +65,20 @@ class Guard:
         self.buffers = list(model.buffers())
         self._one = torch.ones((), device=accelerator.device)
         self._before: list[Tensor] = []  # buffers before an update that may be skipped
-        self._window = CheckedUpdate()
+        self._current = CheckedUpdate()
         self._unread: CheckedUpdate | None = None  # the previous update, if the host has not yet read its answer
 
     def start(self, state: TrainState) -> None:
         """Begin an update. Call it before the first forward pass, which may spoil BatchNorm's statistics."""
-        self._window = CheckedUpdate(state.update + 1)
+        self._current = CheckedUpdate(state.update + 1)
         self._before = []
         if self.config.on_nonfinite == "skip":
             self._before = [buffer.clone() for buffer in self.buffers]
 
     def record(self, batch: dict[str, Any], losses: Tensor) -> None:
         """Record a micro-batch of the update, as the loader returned it, and its losses (float32 [b])."""
-        self._window.ids.append(batch["ids"])
-        self._window.losses.append(losses.detach())
+        self._current.ids.append(batch["ids"])
+        self._current.losses.append(losses.detach())
 
     @torch.no_grad()
     def check_step(self, state: TrainState) -> bool:
@@ -87,18 +87,18 @@ class Guard:
         If not, the update is skipped; the buffers are restored, the gradients are not. Raises UserError with
         --on-nonfinite stop.
         """
-        window = self._window
-        window.bad = self._find_bad()
+        checked = self._current
+        checked.bad = self._find_bad()
         if self.config.on_nonfinite == "skip":
-            if window.bad.item():
-                self._skip(window, state)
+            if checked.bad.item():
+                self._skip(checked, state)
                 return False
         else:
             self.check_previous()
-            if window.bad.device.type == "cuda":
-                window.bad = torch.empty((), pin_memory=True).copy_(window.bad, non_blocking=True)
-                window.copied = torch.cuda.current_stream().record_event()
-            self._unread = window
+            if checked.bad.device.type == "cuda":
+                checked.bad = torch.empty((), pin_memory=True).copy_(checked.bad, non_blocking=True)
+                checked.copied = torch.cuda.current_stream().record_event()
+            self._unread = checked
         state.skipped_in_a_row = 0
         return True
 
@@ -107,18 +107,18 @@ class Guard:
 
         Call it before something is logged or saved. Raises UserError if that update was not finite.
         """
-        window, self._unread = self._unread, None
-        if window is not None and window.bad is not None:
-            if window.copied is not None:
-                window.copied.synchronize()
-            if window.bad.item():
-                self._stop(window)
+        checked, self._unread = self._unread, None
+        if checked is not None and checked.bad is not None:
+            if checked.copied is not None:
+                checked.copied.synchronize()
+            if checked.bad.item():
+                self._stop(checked)
 
     def _find_bad(self) -> Tensor:
         """1 if this update must not count, else 0: float32 [] on the device, the same on all processes."""
         present = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in present]
-        losses, scaler = self._window.losses, self.accelerator.scaler
+        losses, scaler = self._current.losses, self.accelerator.scaler
         if scaler is None:
             return self._any_process(self._is_not_finite([*losses, *gradients]))
         scale = scale_without_waiting(scaler)
@@ -145,20 +145,20 @@ class Guard:
             return bad
         return 1 - nn.utils.get_total_norm(tensors, norm_type=math.inf).to(device).isfinite().float()
 
-    def _skip(self, window: CheckedUpdate, state: TrainState) -> None:
+    def _skip(self, checked: CheckedUpdate, state: TrainState) -> None:
         """Undo what the forward pass of a bad update did to the buffers, and count the update as skipped."""
         if state.skipped_in_a_row >= MOST_IN_A_ROW:
-            self._stop(window)
+            self._stop(checked)
         state.skipped_updates += 1
         state.skipped_in_a_row += 1
-        self.emit(Skipped(window.number, self._describe(window), state.skipped_updates))
+        self.emit(Skipped(checked.number, self._describe(checked), state.skipped_updates))
         for buffer, before in zip(self.buffers, self._before, strict=True):
             buffer.copy_(before)
 
-    def _stop(self, window: CheckedUpdate) -> NoReturn:
+    def _stop(self, checked: CheckedUpdate) -> NoReturn:
         """Report a bad update and raise UserError."""
-        problem = self._describe(window)
-        self.emit(Noted(f"not finite: {problem}", {"update": window.number, "action": "stop"}))
+        problem = self._describe(checked)
+        self.emit(Noted(f"not finite: {problem}", {"update": checked.number, "action": "stop"}))
         if self.has_no_checkpoint():
             kept, go_on = "There is no checkpoint yet", "start again with another optim.lr"
         else:
@@ -167,11 +167,11 @@ class Guard:
         if self.config.on_nonfinite == "skip":
             reason = f"the {MOST_IN_A_ROW} updates before it were skipped for the same reason"
             advice = f"{reason}: lower optim.lr in a new run"
-        raise UserError(f"Update {window.number} is not finite: {problem}. {kept}; {advice}.")
+        raise UserError(f"Update {checked.number} is not finite: {problem}. {kept}; {advice}.")
 
-    def _describe(self, window: CheckedUpdate) -> str:
+    def _describe(self, checked: CheckedUpdate) -> str:
         """What is not finite, the same on all processes."""
-        own = zip(torch.cat(window.ids).tolist(), torch.cat(window.losses).tolist(), strict=True)
+        own = zip(torch.cat(checked.ids).tolist(), torch.cat(checked.losses).tolist(), strict=True)
         everyone: list[tuple[int, float]] = gather_object([*own])
         bad = [id_ for id_, loss in everyone if not math.isfinite(loss)]
         if not bad:

@@ -59,7 +59,7 @@ class Workload:
     def __init__(self, config: Config, launch: Launch, splits: Splits) -> None:
         self.accelerator: Accelerator = connect(config, launch)
         config = find_start(config, self.accelerator).config
-        self.setup = create_training_setup(config, launch, self.accelerator, splits, published=False)
+        self.setup = create_training_setup(config, launch, self.accelerator, splits, pretrained=False)
         for group in self.setup.optimizer.param_groups:
             group["lr"] = 0.0  # a step takes the same time, and the weights stay the same: nothing can diverge
         self.plan, self.accumulation = self.setup.plan, self.setup.plan.accumulation

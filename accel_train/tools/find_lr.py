@@ -102,9 +102,9 @@ def _batches(setup: TrainingSetup) -> Iterator[tuple[int, Iterator[Batch]]]:
         epoch += 1
 
 
-def _update(setup: TrainingSetup, update: int, rate: float, window: tuple[int, Iterator[Batch]]) -> float:
+def _update(setup: TrainingSetup, update: int, rate: float, batches: tuple[int, Iterator[Batch]]) -> float:
     """An update with the learning rate `rate`, as train.py makes it; return its mean loss, over all processes."""
-    samples, micro_batches = window
+    samples, micro_batches = batches
     highest = max(group.get("lr_scale", 1.0) for group in setup.optimizer.param_groups)
     for group in setup.optimizer.param_groups:
         group["lr"] = rate * group.get("lr_scale", 1.0) / highest

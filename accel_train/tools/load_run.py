@@ -261,7 +261,7 @@ def empty_model(model: Model, info: ModelInfo) -> nn.Module:
         num_classes=len(info.classes),
         channels=info.channels,
         image_size=info.training_size,
-        published=False,
+        pretrained=False,
     )
 
 

@@ -305,7 +305,7 @@ for name in ("resnet18", "torchvision/resnet18"):
     except UserError as error:
         print("ERROR", error)
     settings = Model(name=name, pretrained=True)
-    models.create_model(settings, num_classes=2, channels=3, image_size=64, published=False)
+    models.create_model(settings, num_classes=2, channels=3, image_size=64, pretrained=False)
 """
     environment = {
         **os.environ,

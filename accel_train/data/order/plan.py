@@ -171,7 +171,7 @@ class Plan:
         return epoch + (part if 0 < part < 1 else int(part))
 
     def real_samples(self, position: int) -> int:
-        """Number of samples, without padding, in the window that begins at `position` of an epoch."""
+        """Number of samples, without padding, in the update that begins at `position` of an epoch."""
         return min(self.batch_size, self.samples - position)
 
     @property

@@ -100,7 +100,7 @@ class TrainingSampler(IndexSampler):
         self.draws = draws
         self.unreadable = unreadable
         self.substitute = 0 if unreadable is None else int((~unreadable).nonzero()[0])  # a sample that can be read
-        self.window = plan.batch_size  # places in which the copies of a sample are kept apart
+        self.span = plan.batch_size  # places in which the copies of a sample are kept apart
         self.batch_size = plan.slots // plan.accumulation
         self.virtual_batch = plan.virtual_batch
         self.places = plan.places()
@@ -116,7 +116,7 @@ class TrainingSampler(IndexSampler):
         return self.plan.updates_left(self.epoch, self.position) * self.plan.accumulation
 
     def real_samples(self, position: int) -> int:
-        """Number of samples in the window at `position` of the epoch that are neither padding nor skipped."""
+        """Number of samples in the update at `position` of the epoch that are neither padding nor skipped."""
         count = self.plan.real_samples(position)
         if self.unreadable is None:
             return count
@@ -130,10 +130,10 @@ class TrainingSampler(IndexSampler):
         return places if self.draws is None else self.draws.of_epoch(self.epoch)[places]
 
     def _apart(self, starts: Tensor, places: Tensor) -> Tensor:
-        """The positions at `places` of the windows that begin at `starts`: a window has first one copy of each of its
+        """The positions at `places` of the spans that begin at `starts`: a span has first one copy of each of its
         samples, then the second copies, … So copies are not neighbours, which might be mixed, nor, where batches are
         large enough, in one virtual batch. (On several processes, RASampler has each copy on another one.)"""
-        lengths = (self.plan.samples - starts).clamp(min=0, max=self.window)  # the last window may be shorter
+        lengths = (self.plan.samples - starts).clamp(min=0, max=self.span)  # the last span may be shorter
         whole, rest = lengths // self.repeats, lengths % self.repeats
         longer = rest * (whole + 1)  # the places of the first copies, of which there is one more
         first = places < longer
@@ -152,7 +152,7 @@ class TrainingSampler(IndexSampler):
             positions = starts + places
             weights = (self.filled[slots % plan.slots] & (positions < plan.samples)).to(torch.float32)
             if self.repeats > 1:
-                first = places.clamp(min=0) // self.window * self.window
+                first = places.clamp(min=0) // self.span * self.span
                 positions = self._apart(starts + first, places - first)
             ids = self._ids(self._instead(positions))
             if self.unreadable is not None:
@@ -397,7 +397,7 @@ class ShardSampler(TrainingSampler):
     def __init__(self, plan: Plan, order: ShardOrder, unreadable: Tensor | None = None) -> None:
         """`unreadable`: bool [samples], the samples to skip. All others keep their places."""
         super().__init__(plan, order.seed, unreadable, repeats=order.repeats, samples=len(order))
-        self.order, self.draws, self.window = order, order.draws, order.width
+        self.order, self.draws, self.span = order, order.draws, order.width
         self.readable = torch.empty(0) if unreadable is None else (~unreadable).nonzero()[:, 0]
         owner = torch.arange(plan.slots) // plan.micro_batch % plan.processes
         first = torch.tensor([plan.places_of(each).start for each in range(plan.processes)])

@@ -4,7 +4,7 @@ The random parameters of each sample come with the batch (see parameters.py): a 
 whichever process, accumulation step or restart computes it. torchvision's transforms would give all samples of a
 batch the same crop and the same flip.
 
-Mixup and cutmix mix neighbours, the samples at positions 2k and 2k+1 of an update's window. The order is random, and
+Mixup and cutmix mix neighbours, the samples at positions 2k and 2k+1 of an update. The order is random, and
 so are the pairs; a slice of even size has both samples of each pair for any number of processes and accumulation steps.
 
 The update of a small network on a GPU takes as long as launching its kernels. So some steps are written twice, in the

@@ -55,7 +55,7 @@ def run_of(folder: Path, photos: Path, name: str, size: int, *words: str, channe
     mean, std = (0.5, 0.4, 0.6)[:channels], (0.2, 0.3, 0.25)[:channels]
     info = ModelInfo(("dark", "light"), channels, size, None, mean, std)
     torch.manual_seed(0)
-    model = create_model(config.model, num_classes=2, channels=channels, image_size=size, published=False)
+    model = create_model(config.model, num_classes=2, channels=channels, image_size=size, pretrained=False)
     save_file({key: tensor.clone() for key, tensor in model.state_dict().items()}, run / "model.safetensors")
     (run / "config.yaml").write_text(to_yaml(config))
     (run / "model.json").write_text(info.to_json())
