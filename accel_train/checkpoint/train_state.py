@@ -28,7 +28,7 @@ class TrainState:
     epoch_left_out: int = 0
     """Those of them that cannot be read, or whose updates were skipped; all others are in epoch_count."""
     samples_seen: int = 0
-    best_figure: float | None = None
+    best_value: float | None = None
     """The best value so far of --best-metric."""
     best_update: int | None = None
     """The update after which it was measured."""
@@ -118,17 +118,17 @@ class TrainState:
 
         `lower`: whether lower values are better. One that is not finite is never the best.
         """
-        best = self.best_figure
+        best = self.best_value
         is_best = math.isfinite(value) and (best is None or (value < best if lower else value > best))
         if is_best:
-            self.best_figure, self.best_update, self.best_epoch = value, self.update, epoch
+            self.best_value, self.best_update, self.best_epoch = value, self.update, epoch
         elif self.best_epoch is None:
             self.best_epoch = epoch  # nothing is finite yet: the patience begins here
         return is_best
 
     def forget_best(self) -> None:
         """Begin anew, by another metric."""
-        self.best_figure = self.best_update = self.best_epoch = None
+        self.best_value = self.best_update = self.best_epoch = None
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch and reset the counts of an epoch."""
@@ -180,7 +180,7 @@ class TrainState:
             "epoch_samples": is_count(self.epoch_samples),
             "epoch_left_out": is_count(self.epoch_left_out),
             "samples_seen": is_count(self.samples_seen),
-            "best_figure": self.best_figure is None or is_number(self.best_figure),
+            "best_value": self.best_value is None or is_number(self.best_value),
             "best_update": self.best_update is None or is_count(self.best_update),
             "best_epoch": self.best_epoch is None or is_count(self.best_epoch),
             "evaluated": self.evaluated is None or is_count(self.evaluated),

@@ -144,7 +144,7 @@ class Bench(RecipeOptions):
     updates: Annotated[int | None, POSITIVE] = None
     """Updates of each measurement; default: those of the bare loop in 5 seconds, at least 20."""
     output: Path | None = None
-    """JSON file of all figures; default: bench-RECIPE.json. The runs are kept beside it while they are needed."""
+    """JSON file of all measurements; default: bench-RECIPE.json. The runs are kept beside it while they are needed."""
 
 
 def bench(arguments: Sequence[str]) -> int:
@@ -165,37 +165,37 @@ def bench(arguments: Sequence[str]) -> int:
         from accel_train.launch.agreement import end_world
         from accel_train.tools.bench import bench
 
-    figures = bench(launch, config, output.parent, rounds=options.rounds, updates=options.updates).figures
+    results = bench(launch, config, output.parent, rounds=options.rounds, updates=options.updates).results
     end_world()
     if launch.rank == 0:
-        print_figures(figures)
+        print_results(results)
         with writing("--output", output):
-            output.write_text(json.dumps(figures, indent=2) + "\n")
-        print_line(f"All figures: {output}")
+            output.write_text(json.dumps(results, indent=2) + "\n")
+        print_line(f"All measurements: {output}")
     return 0
 
 
-def print_figures(figures: dict[str, Any]) -> None:
-    """Print the tables. `figures`: those of a `BenchResult`."""
-    names, ratios = {"limit": "limit (bare loop)", "input": "input alone"}, figures["ratios"]
+def print_results(results: dict[str, Any]) -> None:
+    """Print the tables. `results`: those of a `BenchResult`."""
+    names, ratios = {"limit": "limit (bare loop)", "input": "input alone"}, results["ratios"]
     rows = []
-    for key, rate in figures["images_per_second"].items():
+    for key, rate in results["images_per_second"].items():
         share = ratios.get(f"{key}/limit")
         rows.append([names.get(key, key), *_cells(rate, "{:,.0f}"), *(_cells(share, "{:,.1%}") if share else ["", ""])])
     print_line("")
     head = ["", "images/s", "quartiles", "of the limit", "quartiles "]
     print_table(head, rows, numbers=head[1:])
 
-    update = figures["update_seconds"]["median"]
+    update = results["update_seconds"]["median"]
     print_line("")
-    rows = [[name, f"{share * update * 1e3:.3f}", f"{share:.1%}"] for name, share in figures["shares"].items()]
+    rows = [[name, f"{share * update * 1e3:.3f}", f"{share:.1%}"] for name, share in results["shares"].items()]
     print_table(["an update", "ms", "share"], [*rows, ["in all", f"{update * 1e3:.3f}", ""]], numbers=["ms", "share"])
     print_line("")
-    print_line(f"A checkpoint stops the training for {figures['save_seconds'] * 1e3:.3g} ms")
+    print_line(f"A checkpoint stops the training for {results['save_seconds'] * 1e3:.3g} ms")
     print_line(
-        f"{counted(figures['processes'], 'process')} on {figures['device']}, {figures['precision']}; "
-        f"{figures['division']}; {figures['rounds']} rounds of {figures['updates']} updates, in turns, "
-        f"after {figures['warm_up_updates']} updates of warm-up"
+        f"{counted(results['processes'], 'process')} on {results['device']}, {results['precision']}; "
+        f"{results['division']}; {results['rounds']} rounds of {results['updates']} updates, in turns, "
+        f"after {results['warm_up_updates']} updates of warm-up"
     )
 
 

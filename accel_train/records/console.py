@@ -82,9 +82,9 @@ class Console:
             "lr": f"{values['lr']:.4g}",
             "data wait": f"{values['data_wait_fraction']:.0%}",
         }
-        self.show_figures(update, epoch, shown)
+        self.show_metrics(update, epoch, shown)
 
-    def show_figures(self, update: int, epoch: int, shown: dict[str, str]) -> None:
+    def show_metrics(self, update: int, epoch: int, shown: dict[str, str]) -> None:
         """Show the training's metrics, by name, in words."""
         position = f"{self.epoch_text(epoch)}  update {format_progress(update, self.pace.total_updates)}"
         LOGGER.info(f"{position}  {line_of(shown)}  eta {clock(self.pace.eta_seconds)}")

@@ -261,7 +261,7 @@ class Status:
                     epoch=event.epoch,
                     update=event.update,
                     updates=event.updates,
-                    left_out_updates=event.skipped_updates,
+                    skipped_updates=event.skipped_updates,
                     last_checkpoint=event.checkpoint,
                 )
             case events.Logged():
@@ -272,7 +272,7 @@ class Status:
             case events.SaveCommitted():
                 self._write("training", last_checkpoint=event.update)
             case events.Skipped():
-                self._write("training", force=True, left_out_updates=event.skipped_updates)
+                self._write("training", force=True, skipped_updates=event.skipped_updates)
             case events.Ended():
                 self._write(event.state, force=True, update=event.update, **event.status)
         return ()

@@ -258,7 +258,7 @@ def result_of(
         "recipe": config.recipe,
         "epochs": plan.epochs_until(state.epoch, state.epoch_samples),
         "updates": state.update,
-        "left_out_updates": state.skipped_updates,
+        "skipped_updates": state.skipped_updates,
         "world_size": plan.processes,
         "division": plan.division,
         "train_images": train_images,
@@ -270,9 +270,9 @@ def result_of(
             if metric.headline
         },
         "stopped_by": state.stopped_by(config, plan),
-        "best_val_accuracy": state.best_figure if metric == "accuracy" else None,
+        "best_val_accuracy": state.best_value if metric == "accuracy" else None,
         "best_metric": metric,
-        "best_value": state.best_figure,
+        "best_value": state.best_value,
         "best_update": state.best_update,
         "images_per_second": state.timed_samples / state.train_seconds if state.timed_samples else None,
         "train_seconds": state.train_seconds,
@@ -282,7 +282,7 @@ def result_of(
     return result | {"settings": learning_settings(config)}
 
 
-def final_figures(
+def final_metrics(
     result: Mapping[str, Any],
     state: TrainState,
     last: Mapping[str, Evaluation],
@@ -298,9 +298,9 @@ def final_figures(
         for metric, shown in headlines(evaluation.metrics, metrics).items()
         if metric != "loss"
     }
-    if state.best_figure is not None:
+    if state.best_value is not None:
         name = str(result["best_metric"])
-        shown = headlines({name: state.best_figure}, metrics).get(name, f"{state.best_figure:.4f}")
+        shown = headlines({name: state.best_value}, metrics).get(name, f"{state.best_value:.4f}")
         use = "the last weights" if state.best_update == state.update else "to use it, add --checkpoint best"
         lines[f"best val {name}"] = f"{shown} after epoch {state.best_epoch}; {use}"
     if state.timed_samples:
@@ -324,7 +324,7 @@ def stopped_text(config: Config, plan: Plan, state: TrainState, task: Task) -> s
     if reason != "patience":
         return None
     metric = config.best_metric or task.best_metric
-    best = "none" if state.best_figure is None else f"{state.best_figure:.4f} after update {state.best_update}"
+    best = "none" if state.best_value is None else f"{state.best_value:.4f} after update {state.best_update}"
     epochs = f"{stop.patience_epochs} epochs" if stop.patience_epochs != 1 else "an epoch"
     return f"by --stop.patience-epochs, after {epochs} without a better val {metric} (best: {best})"
 

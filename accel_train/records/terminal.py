@@ -35,7 +35,7 @@ class LiveConsole(Console):
         super().__init__(**values)
         self._rich = rich
         self._live: Live | None = None
-        self._figures: dict[str, str] = {}
+        self._metrics: dict[str, str] = {}
         self._row: EpochRow | None = None  # of the epoch that has just ended
         self._row_update: int | None = None  # of the last one that was printed
 
@@ -55,9 +55,9 @@ class LiveConsole(Console):
             self._print_row()
         super().advance(update)
 
-    def show_figures(self, update: int, epoch: int, shown: dict[str, str]) -> None:
+    def show_metrics(self, update: int, epoch: int, shown: dict[str, str]) -> None:
         """Show the training's metrics in the display."""
-        self._figures = shown
+        self._metrics = shown
 
     def show_split(self, split: str, epoch: int, shown: dict[str, str], seconds: float) -> None:
         """Show the evaluations of an epoch on one line, in the display until training goes on."""
@@ -101,7 +101,7 @@ class LiveConsole(Console):
         if self._live is not None:
             self._print_row()
             if self._row_update == self.pace.update:  # its metrics are older than the epoch's line
-                self._figures = {}
+                self._metrics = {}
             self._live.stop()
             self._live = None
 
@@ -141,7 +141,7 @@ class LiveConsole(Console):
         ):
             bar = ProgressBar(total=max(of, 1), completed=completed)
             bars.add_row(name, bar, f"{note}{completed}/{of} {completed / max(of, 1):4.0%}")
-        shown = [*([tuple(eta.split())] if is_narrow else []), *self._figures.items()]
+        shown = [*([tuple(eta.split())] if is_narrow else []), *self._metrics.items()]
         metrics, column = Text(), 0
         for name, value in shown:
             if column and column + 3 + len(name) + 1 + len(value) > width:

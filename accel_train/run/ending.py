@@ -22,7 +22,7 @@ from accel_train.ownership.lease import Lease
 from accel_train.records.cost import cost_of
 from accel_train.records.directory import RunDirectory
 from accel_train.records.events import Ended, Noted, Warned
-from accel_train.records.summary import final_figures, held_out_file, next_steps, result_of, stopped_text
+from accel_train.records.summary import final_metrics, held_out_file, next_steps, result_of, stopped_text
 from accel_train.run.run import Run
 from accel_train.run.stopping import LAUNCHER_DEATH
 from accel_train.untrusted import read_json_object
@@ -143,7 +143,7 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
             state.update,
             "failed" if problem else "finished",
             f"{config.recipe}: {epochs}, {counted(state.update, 'update')}",
-            final_figures(result, state, last, stopped, folder, task.evaluation_metrics(config.metrics)),
+            final_metrics(result, state, last, stopped, folder, task.evaluation_metrics(config.metrics)),
             next_steps(folder, held_out_file(splits)),
             status={"epoch": epoch, "eta_seconds": 0} | ({"reason": problem} if problem else {}),
             result=result,

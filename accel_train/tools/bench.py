@@ -218,7 +218,7 @@ TEST_IMAGES = 256  # of the evaluations at the ends of the trainer's epochs, whi
 class BenchResult:
     """What was measured, the same on all processes."""
 
-    figures: dict[str, Any]
+    results: dict[str, Any]
     """As `accel-train bench` writes them to a file."""
 
 
@@ -277,7 +277,7 @@ def bench(launch: Launch, config: Config, place: Path, *, rounds: int = 5, updat
     finally:
         if launch.rank == 0:
             shutil.rmtree(runs, ignore_errors=True)
-    figures = {
+    results = {
         "recipe": config.recipe,
         "processes": plan.processes,
         "device": device_name(accelerator.device),
@@ -292,7 +292,7 @@ def bench(launch: Launch, config: Config, place: Path, *, rounds: int = 5, updat
         **summary(measured, plan.batch_size),
         "environment": environment(launch.world_size, [str(accelerator.device)]),
     }
-    return BenchResult(broadcast_from_main(accelerator, lambda: figures))
+    return BenchResult(broadcast_from_main(accelerator, lambda: results))
 
 
 def summary(rounds: list[Round], batch_size: int) -> dict[str, Any]:

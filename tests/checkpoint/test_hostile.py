@@ -129,7 +129,7 @@ def first_state(tree: dict[str, Any]) -> dict[str, Any]:
 
 CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "words": (lambda c: edit_state(c, lambda s: s["train"].update(update="x")), "update is 'x', which no run"),
-    "nan": (lambda c: edit_state(c, lambda s: s["train"].update(best_figure=math.nan)), "best_figure is 'nan'"),
+    "nan": (lambda c: edit_state(c, lambda s: s["train"].update(best_value=math.nan)), "best_value is 'nan'"),
     "no position": (lambda c: edit_state(c, lambda s: s["train"].pop("epoch")), "epoch is 'missing'"),
     "another update": (lambda c: edit_state(c, lambda s: s["train"].update(update=5)), "rename it to update-00000005"),
     "another epoch": (lambda c: edit_state(c, lambda s: s["train"].update(epoch=0)), "update 54 is not in epoch 1"),
@@ -297,7 +297,7 @@ json_values = st.recursive(
 @given(st.dictionaries(st.sampled_from([field.name for field in fields(TrainState)]), json_values))
 def test_a_position_is_one_that_a_run_can_have_or_refused(changes: dict[str, Any]) -> None:
     good = TrainState(
-        epoch=2, update=60, epoch_samples=25, epoch_left_out=5, samples_seen=3000, best_figure=0.9, best_update=58,
+        epoch=2, update=60, epoch_samples=25, epoch_left_out=5, samples_seen=3000, best_value=0.9, best_update=58,
         epoch_loss_sum=1.5, epoch_correct=10, epoch_count=20, train_seconds=3.5, timed_samples=2900,
         skipped_updates=1,
     )  # fmt: skip
@@ -308,7 +308,7 @@ def test_a_position_is_one_that_a_run_can_have_or_refused(changes: dict[str, Any
         assert "x/state.json: " in str(error)
         return
     assert 0 <= found.epoch <= found.update < 2**63
-    for value in (found.epoch_loss_sum, found.train_seconds, found.best_figure or 0):
+    for value in (found.epoch_loss_sum, found.train_seconds, found.best_value or 0):
         assert math.isfinite(value)
     assert found.skipped_updates >= 0 and found.skipped_in_a_row >= 0
     assert TrainState.from_saved(json.loads(json.dumps(asdict(found))), Path("x")) == found

@@ -66,7 +66,7 @@ def run(tmp_path):
     run = Run(tmp_path / "run")
     run.save(1)
     run.before = run.weights()  # type: ignore[attr-defined]
-    run.save(2, samples_seen=7, best_figure=0.1 + 0.2, best_update=2, epoch_loss_sum=1 / 3)
+    run.save(2, samples_seen=7, best_value=0.1 + 0.2, best_update=2, epoch_loss_sum=1 / 3)
     assert run.checkpoints.failures == []
     return run
 
@@ -316,7 +316,7 @@ def test_without_a_running_mean(run):
 def test_the_newest_the_best_and_milestones_are_kept(tmp_path):
     run = Run(tmp_path / "run", 0, Config(checkpoint=Checkpoint(keep=2, milestone_epochs=2)))
     for epoch in range(1, 8):
-        best = {"best_figure": 0.5, "best_update": 30 if epoch >= 3 else 10}
+        best = {"best_value": 0.5, "best_update": 30 if epoch >= 3 else 10}
         run.save(10 * epoch - 5, epoch=epoch - 1, epoch_samples=9, epoch_count=9, **best)  # in the middle of the epoch
         run.save(10 * epoch, epoch=epoch, **best)
     assert run.checkpoints.failures == []
@@ -366,7 +366,7 @@ def test_the_best_value_of_another_metric_no_longer_counts(run):
     again = Run(run.folder.parent, seed=1, config=Config(best_metric="loss"))
     position = again.checkpoints.restore("must", ["best-metric"])
     assert position is not None
-    assert (run.state.best_update, position.best_update, position.best_figure) == (2, None, None)
+    assert (run.state.best_update, position.best_update, position.best_value) == (2, None, None)
     assert any("the best loss so far no longer counts" in note for note in again.checkpoints.notes)
 
 

@@ -17,11 +17,11 @@ from accel_train.data.order.plan import Plan, create_plan
 def test_a_first_figure_that_is_not_finite_is_not_the_best(first: float, lower: bool) -> None:
     state = TrainState(update=10)
     assert not state.record_best(first, 1, lower=lower)
-    assert (state.best_figure, state.best_update, state.best_epoch) == (None, None, 1)  # the patience begins here
+    assert (state.best_value, state.best_update, state.best_epoch) == (None, None, 1)  # the patience begins here
     state.update = 20
     assert state.record_best(0.5, 2, lower=lower)
-    assert (state.best_figure, state.best_update, state.best_epoch) == (0.5, 20, 2)
-    assert not state.record_best(first, 3, lower=lower) and state.best_figure == 0.5
+    assert (state.best_value, state.best_update, state.best_epoch) == (0.5, 20, 2)
+    assert not state.record_best(first, 3, lower=lower) and state.best_value == 0.5
 
 
 def test_the_highest_or_the_lowest_is_the_best_and_an_equal_one_is_not_better() -> None:

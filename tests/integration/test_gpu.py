@@ -67,7 +67,7 @@ def test_policies_and_optimizers_on_one_bad_sample(tmp_path: Path, policy: str, 
     words += ["--optim.name", optimizer, "--on-nonfinite", policy, "--output-dir", str(tmp_path / "run")]
     assert main(["train", "digits", *words]) == (2 if policy == "stop" else 0)
     if policy != "stop":
-        assert result(tmp_path / "run")["left_out_updates"] == 1
+        assert result(tmp_path / "run")["skipped_updates"] == 1
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])

@@ -475,7 +475,7 @@ def test_updates_that_are_not_finite(gpu: Pretended, tmp_path: Path, optimizer: 
     words = ("--on-nonfinite", "skip", "--output-dir", tmp_path / "skip")
     succeeded(gpu("train", recipe, *words, precision=precision))
     result = json.loads((tmp_path / "skip" / "result.json").read_text())
-    assert (result["updates"], result["left_out_updates"]) == (5, 1)
+    assert (result["updates"], result["skipped_updates"]) == (5, 1)
     broken = gpu("train", "digits", *SMALL, "--epochs", 2, "--optim.lr", "1e30", "--output-dir", tmp_path / "broken")
     assert broken.code == 2 and "is not finite" in broken.output
 

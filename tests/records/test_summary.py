@@ -18,7 +18,7 @@ from accel_train.launch.environment import Launch, at_terminal
 from accel_train.records.cost import Start, cost_of
 from accel_train.records.directory import RunDirectory
 from accel_train.records.model_info import ModelInfo
-from accel_train.records.summary import class_counts, data_record, final_figures, resume_command
+from accel_train.records.summary import class_counts, data_record, final_metrics, resume_command
 from accel_train.task import ONE_LABEL
 
 RECIPE = "runs/a/config.yaml --output-dir runs/a"
@@ -72,8 +72,8 @@ def test_few_classes_are_named_and_of_many_the_smallest_the_largest_and_those_wi
 @pytest.mark.parametrize(("best_update", "use"), [(120, "the last weights"), (90, "to use it, add --checkpoint best")])
 def test_the_best_metric_is_told_with_the_way_to_its_weights(best_update: int, use: str) -> None:
     result = {"best_metric": "accuracy", "cost": cost_of([Start(0, 10, 1, 0, 0, 120, training=9)])}
-    state = TrainState(epoch=4, update=120, best_figure=0.875, best_epoch=3, best_update=best_update)
-    shown = final_figures(result, state, {}, None, Path("run"), ONE_LABEL.metrics)
+    state = TrainState(epoch=4, update=120, best_value=0.875, best_epoch=3, best_update=best_update)
+    shown = final_metrics(result, state, {}, None, Path("run"), ONE_LABEL.metrics)
     assert shown["best val accuracy"] == f"87.50% after epoch 3; {use}"
 
 

@@ -96,12 +96,12 @@ def test_stop_then_go_on_with_skip(recipe: Path, tmp_path: Path, optimizer: str)
 
     resumed = run(*words, "--on-nonfinite", "skip")
     assert resumed.returncode == 0, resumed.stderr
-    assert json.loads((directory / "status.json").read_text())["left_out_updates"] == 1
+    assert json.loads((directory / "status.json").read_text())["skipped_updates"] == 1
     # A later start, of more epochs, remembers it, and meets the same image once more.
     (directory / "result.json").unlink()
     longer = run(*words, "--on-nonfinite", "skip", "--epochs", 2)
     assert longer.returncode == 0, longer.stderr
-    assert json.loads((directory / "result.json").read_text())["left_out_updates"] == 2
+    assert json.loads((directory / "result.json").read_text())["skipped_updates"] == 2
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_skip_leaves_all_as_it_was(recipe: Path, tmp_path: Path, processes: int,
         assert_equal(states(tmp_path / "skip", bad - 1), states(tmp_path / "skip", bad))
     end = states(tmp_path / "skip", UPDATES)
     assert all(value.isfinite().all() for value in end.values())
-    assert json.loads((tmp_path / "skip" / "result.json").read_text())["left_out_updates"] == 1
+    assert json.loads((tmp_path / "skip" / "result.json").read_text())["skipped_updates"] == 1
     found = find_newest_checkpoint(tmp_path / "skip")
     assert found is not None
     position = json.loads((found / "state.json").read_text())["train"]
@@ -132,7 +132,7 @@ def test_bitwise_skip_comes_to_the_same_bits_on_any_number_of_processes(recipe: 
         words = (recipe, *SETTINGS, "--bitwise", "true", "--on-nonfinite", "skip", "--output-dir", directory)
         done = run(*words, processes=processes)
         assert done.returncode == 0, done.stderr
-        assert json.loads((directory / "result.json").read_text())["left_out_updates"] == 1
+        assert json.loads((directory / "result.json").read_text())["skipped_updates"] == 1
     one, two = (states(tmp_path / str(processes), UPDATES) for processes in (1, 2))
     assert all(value.isfinite().all() for value in one.values())
     assert_equal(one, two)

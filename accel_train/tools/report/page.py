@@ -271,7 +271,7 @@ def machine_and_time(run: RunRecords) -> list[tuple[str, str]]:
     """Where the run trained, what it cost, its speed, and the updates that were skipped."""
     cost = cost_of(read_starts(run.path))
     hours, speed = cost.get("accelerator_hours"), run.result.get("images_per_second")
-    skipped = run.result.get("left_out_updates")
+    skipped = run.result.get("skipped_updates")
     rows = [
         ("processes", str(run.environment.get("world_size", ""))),
         ("devices", run.devices),

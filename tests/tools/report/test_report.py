@@ -139,7 +139,7 @@ def test_starts_and_differences_from_the_recipe_are_there(tmp_path: Path, capsys
     with (run / "metrics.jsonl").open("a") as file:
         file.write("half a li")
     result = json.loads((run / "result.json").read_text())
-    (run / "result.json").write_text(json.dumps(result | {"left_out_updates": 1}))
+    (run / "result.json").write_text(json.dumps(result | {"skipped_updates": 1}))
     starts = json.loads((run / "starts.json").read_text())
     starts["starts"][0] |= {"repeated": 100, "finished": False}
     (run / "starts.json").write_text(json.dumps(starts))
