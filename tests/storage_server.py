@@ -4,7 +4,7 @@
         train(f"{server.url}/train-{{000..003}}.tar")
         server.requests, server.bytes
 
-It can be slow: `latency` in seconds for each request and `bandwidth` in bytes a second over all connections.
+It can be slow: `bandwidth` in bytes a second over all connections.
 """
 
 from __future__ import annotations
@@ -31,22 +31,20 @@ class StorageServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, folder: Path, *, latency: float = 0.0, bandwidth: float | None = None) -> None:
+    def __init__(self, folder: Path, *, bandwidth: float | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.latency, self.bandwidth = folder, latency, bandwidth
+        self.folder, self.bandwidth = folder, bandwidth
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.log: list[tuple[str, str, int]] = []
         """(GET or HEAD, the path, the bytes that were sent of the body) of each request."""
         self.starts: dict[str, list[int]] = {}
         """By path: the first byte of each answer to a GET."""
-        self.spans: list[tuple[float, float]] = []
-        """When each request began and ended, time.monotonic()."""
         self.fault: Callable[[str, str, int], str | None] = lambda method, path, times: None
-        """What goes wrong in a request, or None: "503" (a status), "reset", "truncated", "stalled", "changed",
-        "endless" (a body without end), or the URL to which it leads. `times`: how many requests of this method and path
-        there were before."""
-        self.ranges = self.tags = True
-        """Whether it sends a part of a file if asked for one, and the ETag of each file."""
+        """What goes wrong in a request, or None: "503" (a status), "reset", "truncated", "stalled", "endless" (a body
+        without end), or the URL to which it leads. `times`: how many requests of this method and path there were
+        before."""
+        self.ranges = True
+        """Whether it sends a part of a file if asked for one."""
         self._lock, self._free_at = threading.Lock(), 0.0
         self._times: dict[tuple[str, str], int] = {}
 
@@ -70,18 +68,7 @@ class StorageServer(ThreadingHTTPServer):
         """Count from 0."""
         self.log.clear()
         self.starts.clear()
-        self.spans.clear()
         self._times.clear()
-
-    @property
-    def sequential(self) -> int:
-        """The largest number of requests that followed one another: those at the same time count once. It takes a
-        `latency` that is longer than a pause of this machine."""
-        count, free = 0, 0.0
-        for began, ended in sorted(self.spans, key=lambda span: span[1]):
-            if began >= free:
-                count, free = count + 1, ended
-        return count
 
     def count(self, method: str, path: str) -> int:
         """How many such requests there were before."""
@@ -116,9 +103,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         server, path = self.server, self.path.partition("?")[0].lstrip("/")
         fault = server.fault(self.command, path, server.count(self.command, path))
-        began = time.monotonic()
-        time.sleep(server.latency)
-        server.spans.append((began, time.monotonic()))
         if fault is not None and fault.isdigit():
             return self._end(path, int(fault))
         if fault is not None and "://" in fault:
@@ -129,7 +113,6 @@ class _Handler(BaseHTTPRequestHandler):
             content = (server.folder / path).read_bytes()
         except OSError:
             return self._end(path, 404)
-        tag = hashlib.md5(content).hexdigest() if fault != "changed" else "another"
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")) if server.ranges else None
         first, last = 0, len(content) - 1
         if wanted is not None:
@@ -139,8 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
             server.starts.setdefault(path, []).append(first)
         self.send_response(200 if wanted is None else 206)
         self.send_header("Content-Length", str(len(body)))
-        if server.tags:
-            self.send_header("ETag", f'"{tag}"')
+        self.send_header("ETag", f'"{hashlib.md5(content).hexdigest()}"')
         if wanted is not None:
             self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
         if not with_body:

@@ -31,7 +31,6 @@ from accel_train.cli.train import Doctor
 from accel_train.config.options import parse, parse_command, parse_command_of_recipe
 from accel_train.config.schema import option_types
 from accel_train.data.transforms.image import check_own
-from accel_train.errors import UserError
 from accel_train.starter import FOLDERS
 from accel_train.tools.cluster.elements import elements_of
 
@@ -185,31 +184,6 @@ def test_each_command_is_accepted(page: str) -> None:
             check(words)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "accel-train train mnist_cnn --epoch 3",
-        "accel-train train mnist --epochs 3",
-        "accel-train shards folder out --short x",
-        "accel-train tain mnist_cnn",
-        "acel-train train mnist_cnn",
-        "python -m accel_train.trian mnist_cnn",
-        "accelerate launch --config_file accelerate_configs/none.yaml -m accel_train.train digits",
-        "accelerate launch --config accelerate_configs/cpu.yaml -m accel_train.train digits",
-        "accelerate launch --config_file accelerate_configs/cpu.yaml -m accel_train.train digits --lr 1",
-        "sbatch --node=4 slurm/train.sbatch mnist_cnn",
-        "sbatch slurm/tran.sbatch mnist_cnn",
-        "sbatch slurm/train.sbatch mnist_cnn --epoch 20",
-        "srun bash -c 'accelerate launch --config_file accelerate_configs/cpu.yaml -m accel_train.train \"$@\"' x y",
-        "make tests",
-    ],
-)
-def test_a_slip_in_a_command_is_found(command: str) -> None:
-    with pytest.raises((AssertionError, UserError, SystemExit)):
-        for words in commands_in(command):
-            check(words)
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_each_path_exists(page: str) -> None:
     """Links, and `code` that is a path of the repository or of the package, from its root or from a package of it."""
@@ -350,70 +324,6 @@ def test_the_tutorial_works_as_it_is(tmp_path: Path) -> None:
         assert (tmp_path / path).is_file()
     rows = (tmp_path / "found.csv").read_text().splitlines()
     assert len(rows) == 1 + 80 * 2 and rows[1].startswith("photos/cat/0.jpg,1,")
-
-
-@pytest.mark.slow
-def test_the_page_on_several_gpus_works_on_the_cpu(tmp_path: Path) -> None:
-    """Its launch line, with the config file for CPUs, half as many processes and digits; then its further options."""
-    (line,) = (words for block in blocks(text_of("docs/several_gpus.md"), "bash") for words in commands_in(block))
-    assert line[2:6] == ["--config_file", "accelerate_configs/multi_gpu.yaml", "--num_processes", "4"]
-    line[3], line[5], line[-1] = str(helpers.MULTI_CPU), "2", "digits"
-    # Each of 2 processes takes half of a batch.
-    options = {"": "2 processes x 1 accumulation x 24", "--micro-batch-size 32": "2 processes x 1 accumulation x 24",
-               "--batch-size 1024": "2 processes x 1 accumulation x 512"}  # fmt: skip
-    for number, (given, plan) in enumerate(options.items()):
-        assert given in text_of("docs/several_gpus.md")
-        words = [*line[line.index("-m") :], *given.split(), "--epochs", "1", "--output-dir", tmp_path / str(number)]
-        if number == 0:
-            done = helpers.python("-m", "accelerate.commands.launch", *line[2:], *words[3:], cwd=ROOT)
-        else:
-            done = helpers.python(*words, processes=2)
-        assert done.returncode == 0, done.stderr
-        assert plan in done.stdout
-
-
-@pytest.mark.slow
-def test_the_page_on_resuming_works(tmp_path: Path) -> None:
-    """What its table says, on digits with 2 epochs: stop, save, continue, refuse, change, train for longer."""
-    page = text_of("docs/resume.md")
-    ((_, *words),) = (words for block in blocks(page, "bash") for words in commands_in(block))
-    assert words[-2:] == ["--output-dir", "runs/long"]
-    words[words.index("--epochs") + 1] = "2"
-
-    def train(given: str = "", **replaced: str) -> subprocess.CompletedProcess[str]:
-        assert not given or f"`{given}`" in page
-        for old, new in replaced.items():
-            given = given.replace(old, new)
-        return helpers.python("-m", "accel_train", *words, *given.split(), cwd=tmp_path)
-
-    refused = train("--resume must")
-    assert refused.returncode == 2 and "--resume is must" in refused.stderr
-    run = tmp_path / "runs" / "long"
-    run.mkdir(parents=True)
-    for name in ("STOP", "SAVE"):
-        assert f"a file `{name}` in the run's directory" in page
-    (run / "STOP").touch()
-    stopped = train()
-    assert stopped.returncode == 0 and not (run / "result.json").exists(), stopped.stdout
-    done = train("--resume must")
-    assert done.returncode == 0 and json.loads((run / "result.json").read_text())["updates"] == 60, done.stderr
-    before = (run / "result.json").read_bytes()
-    again = train()
-    assert again.returncode == 0 and "Nothing is left to do" in again.stdout
-    assert (run / "result.json").read_bytes() == before
-    changed = train("--allow-change optim.lr")
-    assert changed.returncode == 0
-    longer = train("--epochs 40 --allow-change epochs", **{"40": "3"})
-    assert longer.returncode == 0 and json.loads((run / "result.json").read_text())["updates"] == 90, longer.stderr
-    newest = max((run / "checkpoints").glob("update-*")).relative_to(tmp_path)
-    words[-1] = "runs/branch"
-    other = "--resume runs/other/checkpoints/update-00001234"
-    branch = train(other, **{other: f"--resume {newest} --epochs 4 --allow-change epochs"})
-    assert branch.returncode == 0, branch.stderr
-    assert json.loads((tmp_path / "runs/branch/result.json").read_text())["updates"] == 120
-    words[-1] = "runs/kept"
-    assert train("--checkpoint.keep 5").returncode == 0
-    assert train("--checkpoint.every-seconds 120").returncode == 0
 
 
 @pytest.mark.slow

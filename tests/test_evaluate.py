@@ -17,7 +17,7 @@ from accel_train.config.schema import Config
 from accel_train.data.loading import evaluation_batch_size
 from accel_train.evaluate import evaluate
 from accel_train.records.metrics import Evaluation
-from accel_train.task import ONE_LABEL, SEVERAL_LABELS, Task
+from accel_train.task import ONE_LABEL
 
 LABELS = torch.tensor([0, 0, 1, 2, 2])
 LOGITS = torch.tensor([[0.0, 3.0, 1.0], [3.0, 1.0, 0.0], [0.0, 2.0, 1.0], [0.0, 1.0, 5.0], [4.0, 1.0, 3.0]])
@@ -85,43 +85,6 @@ def test_an_output_of_nan_leaves_no_figure() -> None:
     assert found.broken == 1 and all(math.isnan(figure) for figure in found.metrics.values())
     assert found.confusion is None and found.class_metrics == {"accuracy": [None] * 3} and found.images == [2, 1, 2]
     assert "NaN or infinite for 1 of 5 images" in (found.warning("val") or "")
-
-
-SAMPLES, BATCH, CLASSES = 20, 4, 7
-
-
-class Overwriting(nn.Module):
-    """Its output is the same memory at each call, as that of a CUDA graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.output = torch.empty(BATCH, CLASSES)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.output.copy_(inputs)
-
-
-@pytest.mark.parametrize("task", [ONE_LABEL, SEVERAL_LABELS])
-def test_the_next_call_overwrites_no_result(task: Task) -> None:
-    logits = torch.randn(SAMPLES, CLASSES, generator=torch.Generator().manual_seed(0))
-    labels = torch.arange(SAMPLES) % CLASSES
-    rows = nn.functional.one_hot(labels, CLASSES).bool() if task is SEVERAL_LABELS else labels
-    batches = [
-        {"inputs": logits[part], "labels": rows[part], "ids": part, "weights": torch.ones(BATCH)}
-        for part in torch.arange(SAMPLES).split(BATCH)
-    ]
-
-    class Transform:
-        num_classes = CLASSES
-
-        def __call__(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-            return batch["inputs"], batch["labels"]
-
-    pipeline: Any = SimpleNamespace(loader=None, batches=batches, samples=SAMPLES, task=task, transform=Transform())
-    found = evaluate(Accelerator(cpu=True), Overwriting(), pipeline, keep_logits=True)
-    expected = evaluate(Accelerator(cpu=True), nn.Identity(), pipeline, keep_logits=True)
-    assert found.logits is not None and torch.equal(found.logits, logits)
-    assert found.metrics == expected.metrics
 
 
 def test_a_small_split_is_padded_to_a_power_of_two() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
-
 import golden
 import pytest
 
@@ -33,18 +30,3 @@ def test_a_run_learns_what_is_stored(name: str) -> None:
     runs, computed_with = golden.stored_runs()
     found = golden.trained(golden.RUNS[name])
     assert golden.differences(found, runs[name], exact=golden.computed_with() == computed_with) == [], f"{HOW}-runs"
-
-
-def test_a_shift_is_a_difference() -> None:
-    stored = golden.stored_runs()[0]["digits"]
-    line = next(iter(stored))
-    for figure, shifted, is_seen in (
-        ("loss", math.nextafter(stored[line]["loss"], 9), False),
-        ("loss", stored[line]["loss"] * 1.01, True),
-        ("accuracy", stored[line]["accuracy"] + 0.03, True),
-    ):
-        found = copy.deepcopy(stored)
-        found[line][figure] = shifted
-        assert len(golden.differences(found, stored, exact=True)) == 1
-        assert len(golden.differences(found, stored, exact=False)) == is_seen
-    assert golden.differences({}, stored, exact=False)
