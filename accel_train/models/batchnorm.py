@@ -258,10 +258,8 @@ class VirtualBatchNorm:
         return normalised
 
     def _normalise_at_once(self: Any, values: Tensor, rows: int) -> Tensor:
-        """Without padding, by a kernel that also gives the statistics: torch's of one virtual batch, ours of several.
-
-        Each pass of `--bitwise` has one: tests/models/test_batchnorm_bits.py holds its bits.
-        """
+        """Without padding, by a kernel that also gives the statistics: torch's of one virtual batch, as each pass of
+        `--bitwise` has, ours of several."""
         collected = mean = variance = None
         directly = self.track_running_stats and not self.calls and not _is_recomputation()
         if self.track_running_stats:

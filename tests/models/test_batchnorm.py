@@ -194,7 +194,7 @@ def test_the_memory_format_stays(format: torch.memory_format) -> None:
 def test_bf16_is_normalised_in_float32() -> None:
     layer = nn.BatchNorm2d(4).train()
     batches = VirtualBatches(layer, 4)
-    values = torch.randn(8, 4, 5, 5)
+    values = (100 + torch.randn(8, 4, 5, 5)).bfloat16()  # whose mean and variance bfloat16 cannot hold
     outputs = []
     for dtype in (torch.float32, torch.bfloat16):
         for padded in (False, True):
@@ -203,7 +203,7 @@ def test_bf16_is_normalised_in_float32() -> None:
             assert normalised.dtype == dtype
             outputs.append(normalised.float())
     for output in outputs[1:]:
-        torch.testing.assert_close(output, outputs[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(output, outputs[0], rtol=1e-2, atol=1e-3)
 
 
 class Prototypes(nn.Module):
@@ -282,23 +282,17 @@ def test_the_backward_pass_of_layers_that_collect_in_two_ways(virtual_batch: int
 
 
 @pytest.mark.parametrize("recomputes", ["", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("momentum", [0.3, None])
 @pytest.mark.parametrize(("calls", "real"), [(1, BATCH), (2, BATCH), (3, 18), (2, 10)])
-def test_each_call_counts_and_a_recomputation_does_not(calls: int, real: int, recomputes: str) -> None:
-    model = Shared(calls, recomputes=recomputes)
+def test_each_call_counts_and_a_recomputation_does_not(
+    calls: int, real: int, momentum: float | None, recomputes: str
+) -> None:
+    model = Shared(calls, recomputes=recomputes, momentum=momentum)
     buffers = buffers_after(model, 8, real)
-    mean, variance = by_hand(real, model.scales)
+    mean, variance = by_hand(real, model.scales, momentum=momentum)
     torch.testing.assert_close(buffers["norm.running_mean"], mean)
     torch.testing.assert_close(buffers["norm.running_var"], variance)
     assert buffers["norm.num_batches_tracked"] == 2
-
-
-@pytest.mark.parametrize("real", [BATCH, 10])
-def test_several_calls_in_the_mean_over_all_updates(real: int) -> None:
-    model = Shared(momentum=None)
-    buffers = buffers_after(model, 8, real)
-    mean, variance = by_hand(real, model.scales, momentum=None)
-    torch.testing.assert_close(buffers["norm.running_mean"], mean)
-    torch.testing.assert_close(buffers["norm.running_var"], variance)
 
 
 @pytest.mark.parametrize("exact", [None, 2])

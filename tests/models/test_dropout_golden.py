@@ -18,6 +18,7 @@ import timm.layers
 import torch
 import torch.nn.functional as F
 import torchvision
+from test_dropout import SelfAttention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -95,15 +96,6 @@ class Functions(nn.Module):
         return F.dropout(F.dropout(x, 0.3, self.training), 0.2, self.training)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 4, 0.3, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
 def rates() -> nn.Module:
     """Rates that are rounded to 1/65536, or leave nothing or everything."""
     return nn.Sequential(*(nn.Dropout(p) for p in (1e-6, 1e-4, 1 / 3, 0.5, 0.999, 1.0)))
@@ -116,7 +108,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "channels": (lambda: nn.Sequential(nn.Dropout2d(0.3), nn.Dropout2d(0.1)), (9, 3, 2)),
     "paths": (lambda: nn.Sequential(*(timm.layers.DropPath(n / 10) for n in range(1, 6))), (4, 3)),
     "stochastic depth": (lambda: nn.Sequential(torchvision.ops.StochasticDepth(0.4, "row"), nn.Dropout(0.2)), (6,)),
-    "attention": (Attention, (5, 16)),
+    "attention": (SelfAttention, (5, 16)),
     "twice": (Twice, (3, 7)),
     "recomputed": (Recomputed, (3, 7)),
     "windows": (Windows, (3, 5, 7)),
