@@ -282,7 +282,7 @@ MUTANTS = [
     Mutant("optim/optimizer.py", "heads = required_classifier(model, \"--optim.clip-mode agc\") if adaptive else ()", "heads = ()",
            "optim/test_optim.py", "AGC leaves the classifier alone"),
     Mutant("optim/ema.py", "        ema.update(model, step=updates)", "        ema.update(model, step=updates + 1)",
-           "optim/test_optim.py", "after the first update the EMA is the weights"),
+           "optim/test_schedules_of_others.py", "after the first update the EMA is the weights"),
     Mutant("optim/schedule.py", "milestone * epoch + 1 <= t + 1 for", "milestone * epoch <= t + 1 for",
            "optim/test_optim.py", "a milestone falls on the first update of its epoch"),
     Mutant("optim/schedule.py", "max(self.updates - begin, 2)", "max(self.updates, 2)",

@@ -1,4 +1,4 @@
-"""Optimizer, schedule, mean of the weights, clipping and loss against values worked out by hand."""
+"""Optimizer, schedule, clipping and loss against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from timm.optim import list_optimizers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accel_train.config.schema import Ema, Loss, Model, Optim, Schedule
+from accel_train.config.schema import Loss, Model, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.models import create_model
 from accel_train.models.classifier import find_classifier
-from accel_train.optim.ema import create_ema, update_ema
 from accel_train.optim.loss import balanced_class_weights, create_loss
 from accel_train.optim.optimizer import clip_gradients, create_optimizer, parameters_to_clip
 from accel_train.optim.schedule import LearningRate
@@ -225,12 +224,6 @@ def test_the_rate_is_a_function_of_the_update(schedule: Schedule, epochs: int, u
     assert all(0 <= rate <= 0.1 + 1e-12 for rate in rates)
 
 
-def test_the_first_rate_is_set_at_once() -> None:
-    optimizer = one_weight()
-    LearningRate(Schedule(warmup_epochs=1, warmup_lr=0.03), optimizer, updates=10, updates_per_epoch=5)
-    assert optimizer.param_groups[0]["lr"] == 0.03
-
-
 @pytest.mark.parametrize("updates", [1, 2, 7])
 def test_milestones_fall_on_the_first_update_of_an_epoch(updates: int) -> None:
     """As torch's, stepped once an epoch."""
@@ -284,21 +277,6 @@ def test_the_patience_of_plateau_counts_epochs_however_often_it_is_evaluated() -
     assert decays_after(made(), list(range(1, 31))) == [12, 23]
     assert decays_after(made(), list(range(2, 31, 2))) == [14, 26]  # 2 was the best: 12 epochs since, and 12 again
     assert decays_after(made(), list(range(11, 50, 11))) == [22, 33, 44]
-
-
-# The mean of the weights
-
-
-def test_after_the_first_update_the_ema_is_the_model_and_counters_are_always_copied() -> None:
-    model = nn.BatchNorm1d(1)
-    ema = create_ema(Ema(enabled=True, decay=0.9), model)
-    for update, expected in ((1, 3.0), (2, 0.9 * 3 + 0.1 * 13)):
-        model.weight.data.fill_(10.0 * update - 7)
-        assert model.num_batches_tracked is not None
-        model.num_batches_tracked.fill_(5 * update)
-        update_ema(ema, model, update)
-        assert ema.module.weight.item() == pytest.approx(expected)
-        assert ema.module.num_batches_tracked.item() == 5 * update
 
 
 # Clipping

@@ -19,8 +19,6 @@ from accel_train import models
 from accel_train.config.schema import Model
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
-from accel_train.keyed import key
-from accel_train.optim.bitwise import seed_pass
 from accel_train.optim.performance import (
     PaddingAwareConv2d,
     evaluation_advice,
@@ -78,22 +76,6 @@ def test_gradients_lie_as_their_weights_do(name: str, size: int, batch: int) -> 
     for weight in net.parameters():
         assert weight.grad is not None
         assert weight.grad.stride() == weight.stride(), weight.shape
-
-
-@pytest.mark.parametrize(("name", "size"), [("digits_cnn", 8), ("mnist_cnn", 28), ("lenet", 28), ("alexnet_bn", 64)])
-def test_the_memory_format_changes_no_result(name: str, size: int) -> None:
-    plain, last = make(name, size).eval(), make(name, size).eval().to(memory_format=torch.channels_last)
-    images = torch.rand(4, 1, size, size)
-    torch.testing.assert_close(plain(images), last(images.contiguous(memory_format=torch.channels_last)))
-
-
-def test_seeds_give_the_masks_that_torch_gives() -> None:
-    accelerator = Accelerator(cpu=True)
-    torch.manual_seed(key(0, "dropout", 5, 0, 1))
-    expected = torch.nn.functional.dropout(torch.ones(100))
-    torch.manual_seed(7)
-    seed_pass(0, accelerator, 5, 1, bitwise=False)
-    assert torch.equal(torch.nn.functional.dropout(torch.ones(100)), expected)
 
 
 def test_accelerates_optimizer_steps_only_where_a_scaler_needs_it() -> None:
