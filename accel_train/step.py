@@ -34,7 +34,7 @@ from accel_train.optim.bitwise import seed_pass
 from accel_train.optim.optimizer import clip_gradients, parameters_to_clip
 
 if TYPE_CHECKING:
-    from timm.utils import ModelEmaV3
+    from accel_train.optim.ema import Ema
 
 
 class Step:
@@ -52,7 +52,7 @@ class Step:
         bare_model: nn.Module,
         optimizer: Any,
         *,
-        ema: ModelEmaV3 | None,
+        ema: Ema | None,
         verdict: Verdict,
         virtual_batches: VirtualBatches,
         dropout: DropoutKeys | None,

@@ -46,8 +46,7 @@ from accel_train.optim.schedule import LearningRate, own_factors
 from accel_train.step import Step
 
 if TYPE_CHECKING:
-    from timm.utils import ModelEmaV3
-
+    from accel_train.optim.ema import Ema
     from accel_train.records.metrics import OwnMetrics
 
 
@@ -67,7 +66,7 @@ class TrainingSetup:
     bare_model: nn.Module  # the same model without DDP and torch.compile around it
     optimizer: Any  # on which to call `step` and `zero_grad`
     schedule: LearningRate
-    ema: ModelEmaV3 | None
+    ema: Ema | None
     step: Step  # takes an update
     verdict: Verdict  # of the model's trial
     criterion: Callable[[Tensor, Tensor], Tensor]  # the loss of each sample, see `create_loss`
