@@ -171,6 +171,11 @@ def members_of(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
                 content = archive.extractfile(info) if info.isreg() and not hidden else None
                 if content is None:
                     continue
+                if name.lower().endswith(".tar"):  # as in ImageNet: one tar file per class
+                    raise UserError(
+                        f"{path} has a tar file in it, {name}: unpack {path.name} with tar -xf, and give the folder of "
+                        "what was in it as --data.root."
+                    )
                 if info.offset_data + info.size > size:
                     raise tarfile.ReadError("unexpected end of data")
                 yield Member(name, tar, info.offset_data, info.size), content
