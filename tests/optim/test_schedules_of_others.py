@@ -167,7 +167,7 @@ def test_the_ema_is_timms_to_the_bit() -> None:
     for update in range(1, 60):
         for parameter in model.parameters():
             parameter.data.normal_()
-        model[1].num_batches_tracked.add_(1)
+        model.get_buffer("1.num_batches_tracked").add_(1)
         update_ema(ours, model, update)
         theirs.update(model, step=update)  # as timm's train.py does
         pairs = zip(ours.module.state_dict().values(), theirs.module.state_dict().values(), strict=True)

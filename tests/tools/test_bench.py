@@ -40,30 +40,20 @@ def check(figures: dict[str, Any], rounds: int) -> None:
     assert figures["environment"]["packages"]["torch"]
 
 
-@pytest.mark.ci
-def test_digits_end_to_end_with_accumulation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.ci), pytest.param(2, marks=pytest.mark.slow)])
+def test_digits_end_to_end(tmp_path: Path, processes: int) -> None:
     output = tmp_path / "figures.json"
-    done = bench("digits", "--rounds", 2, "--updates", 8, "--micro-batch-size", 24, "--output", output)
+    words = ("digits", "--rounds", 2, "--updates", 8, "--micro-batch-size", 24 // processes, "--output", output)
+    done = bench(*words, processes=processes)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("All measurements") == 1
     figures = json.loads(output.read_text())
     check(figures, rounds=2)
-    assert (figures["accumulation"], figures["micro_batch"]) == (2, 24)
+    assert (figures["processes"], figures["accumulation"]) == (processes, 2)
     assert (figures["updates"], figures["warm_up_updates"]) == (8, 2)
     for text in ("limit (bare loop)", "input alone", "trainer", "forward and backward", "warm-up", str(output)):
         assert text in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]  # the runs are gone
-
-
-@pytest.mark.slow
-def test_two_processes_train_several_times(tmp_path: Path) -> None:
-    output = tmp_path / "figures.json"
-    done = bench("digits", "--rounds", 2, "--updates", 40, "--output", output, processes=2)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(output.read_text())
-    check(figures, rounds=2)
-    assert (figures["processes"], figures["micro_batch"]) == (2, 24)
-    assert done.stdout.count("All figures") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
 def test_what_cannot_be_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

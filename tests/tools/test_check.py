@@ -77,18 +77,6 @@ def test_settings_of_a_run_do_not_hide_images(data: Data, tmp_path: Path) -> Non
     assert (tmp_path / "new").read_text().splitlines()[1:] == EXPECTED
 
 
-def test_a_clean_folder_gives_an_empty_list(data: Data, tmp_path: Path, capsys) -> None:
-    output = tmp_path / "list"
-    check_data(data, output=output, processes=1)
-    for path in EXPECTED:
-        (data.root / path).unlink()
-    assert (
-        main(["check-data", "folder", "--data.root", str(data.root), "--output", str(output), "--processes", "1"]) == 0
-    )
-    assert len(output.read_text().splitlines()) == 1 and "All 152 images can be read" in capsys.readouterr().out
-    assert load_splits(replace(data, skip_unreadable=output), 0).left_out == 0
-
-
 def test_a_bar_on_a_terminal(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -103,11 +91,6 @@ def test_a_list_that_cannot_be_written(data: Data, tmp_path: Path) -> None:
     for output in (tmp_path / "file" / "list", tmp_path):
         with pytest.raises(UserError, match="cannot be written"):
             check_data(data, output=output, processes=1)
-
-
-def test_errors_of_the_data_come_through(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
-        check_data(Data(name="folder", root=tmp_path / "nowhere"), output=tmp_path / "list")
 
 
 def test_an_image_of_more_pixels_than_allowed_is_told_with_the_limit(data: Data, tmp_path: Path) -> None:

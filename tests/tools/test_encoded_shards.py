@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
 import tarfile
@@ -10,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import helpers
 import numpy as np
 import pytest
 import torch
@@ -18,9 +16,8 @@ from PIL import Image
 
 from accel_train.cli.data import shards as shards_command
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.loading import create_input_pipeline, create_loader
-from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
+from accel_train.data.loading import create_input_pipeline
+from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.files import index, tars
 from accel_train.data.sources.files.tars import RawImage, TarImages
 from accel_train.data.sources.load import load_splits
@@ -151,30 +148,6 @@ class TestContent:
 
 
 class TestReading:
-    @pytest.mark.ci
-    def test_any_batch_any_worker_any_restart(self, shards: Data) -> None:
-        source = load_splits(shards, 0).train
-
-        def seen(batch_size: int, workers: int, update: int = 0) -> dict[int, bytes]:
-            order = TrainingSampler(Plan(100, batch_size, 1, 1), 5)
-            order.seek(3, update * batch_size)
-            loader = create_loader(
-                source, order, Augment(crop="resized", flip=0.5), training=True, size=24, seed=5, workers=workers,
-                device=torch.device("cpu"),
-            )  # fmt: skip
-            found: dict[Any, Any] = {}
-            for batch in loader:
-                for number, image in zip(batch["ids"].tolist(), batch["images"], strict=True):
-                    pixels = image.contiguous().numpy().tobytes()
-                    assert found.setdefault(number, pixels) == pixels
-            return found
-
-        expected = seen(10, 0)
-        assert len(expected) == 100
-        assert seen(32, 2) == expected
-        tail = seen(10, 1, update=6)
-        assert len(tail) == 40 and tail.items() <= expected.items()
-
     def test_no_more_files_are_mapped_than_a_process_may_open(
         self, shards: Data, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -252,26 +225,6 @@ class TestReading:
                 pickle.loads(pickle.dumps(source)).fetch([7])
 
 
-def test_pixels_are_a_view(tmp_path: Path) -> None:
-    content = tars.raw_file(torch.arange(60, dtype=torch.uint8).view(3, 4, 5))
-    header = tars.HEADER.match(content)
-    assert header is not None and header.end() <= tars.LONGEST_HEADER
-    image = RawImage(memoryview(bytearray(content)), header)
-    image.check()
-    assert torch.equal(image.pixels(), torch.arange(60, dtype=torch.uint8).view(3, 4, 5))
-    assert (image.height, image.width) == (4, 5)
-
-
-def test_an_unreadable_image_ends_it_and_a_list_leaves_it_out(original: Path, tmp_path: Path) -> None:
-    data = Data(name="folder", root=Path(shutil.copytree(original, tmp_path / "pets")))
-    (data.root / "train/cat/0.jpg").write_bytes(b"not an image")
-    with pytest.raises(UserError, match=r"train/cat/0\.jpg cannot be read: it is not an image.*check-data folder"):
-        written(data, tmp_path / "out")
-    check_data(data, output=tmp_path / "list", processes=1)
-    found = load_splits(written(replace(data, skip_unreadable=tmp_path / "list"), tmp_path / "out"), 0)
-    assert len(found.train) == 99
-
-
 def test_a_range_is_in_the_pixels_and_in_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for kind in ("dark", "light"):
         (tmp_path / "scans" / kind).mkdir(parents=True)
@@ -291,39 +244,12 @@ def test_a_range_is_in_the_pixels_and_in_the_command(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--encoding", "png"], "--encoding: expected one of copy, jpeg, raw"),
         (["--short-side", "32"], "--short-side: files are copied as they are; add --encoding jpeg or --encoding raw."),
         (["--data.range", "0", "1"], "--data.range: files are copied as they are"),
         (["--data.channels", "1"], "--data.channels: files are copied as they are"),
-        (["--encoding", "raw", "--data.channels", "2"], "--data.channels: expected 1 or 3, found '2'"),
-        (["--encoding", "raw", "--short-side", "0"], "--short-side: expected a number greater than 0"),
     ],
 )
 def test_wrong_words_on_the_command_line(words: list[str], message: str) -> None:
     with pytest.raises(UserError) as error:
         shards_command(["folder", "out", *words])
     assert error.value.messages[0].startswith(message)
-
-
-@pytest.mark.slow
-def test_trained_from_pixels_by_the_command_line(original: Path, tmp_path: Path) -> None:
-    output, run = tmp_path / "pixels", tmp_path / "run"
-    words = ["shards", "folder", output, "--data.root", original, "--short-side", "40", "--encoding", "raw"]
-    done = helpers.python("-m", "accel_train", *words, "--processes", 1, "--data.test-fraction", "0.2")
-    assert done.returncode == 0, done.stderr
-    assert f"accel-train train RECIPE --data.name wds --data.root {output}" in done.stdout
-    options = (
-        "digits --epochs 2 --batch-size 20 --model.image-size 32 --augment.crop resized --augment.flip 0.5 "
-        f"--data.name wds --data.root {output} --output-dir {run}"
-    )
-    results = []
-    for processes in (1, 2):
-        # Starting workers takes seconds: those of one process show that they can read pixels.
-        workers = ["--data.workers", 2 - processes]
-        done = helpers.run(*options.split(), *workers, processes=processes)
-        assert done.returncode == 0, done.stderr
-        result = json.loads((run / "result.json").read_text())
-        results.append({key: result[key] for key in ("train_images", "test_images", "test_loss")})
-        shutil.rmtree(run)
-    assert results[0]["train_images"] == 80 and results[0]["test_images"] == 20
-    assert results[1] == {**results[0], "test_loss": pytest.approx(results[0]["test_loss"], rel=1e-3)}

@@ -76,11 +76,6 @@ def test_the_interval_is_wilsons_of_scipy(hits: int, count: int) -> None:
     assert accuracy_interval(hits, count) == pytest.approx((expected.low, expected.high))
 
 
-def test_ten_of_ten_are_not_sure() -> None:
-    low, high = accuracy_interval(10, 10)
-    assert f"{low:.2%} {high:.2%}" == "72.25% 100.00%"
-
-
 def test_each_class_has_its_interval() -> None:
     logits, labels = drawn(60, 4, 2)
     labels[labels == 2] = 1

@@ -75,10 +75,6 @@ def test_tests_that_were_skipped_did_not_pass(tmp_path: Path, cases: str, messag
     report.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
     with pytest.raises(gpu.StepError, match=message):
         gpu.judge_tests(report)
-
-
-def test_tests_that_ran_are_counted(tmp_path: Path) -> None:
-    report = tmp_path / "tests.xml"
     report.write_text('<testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase></testsuite>')
     assert gpu.judge_tests(report) == {"passed": 1, "skipped": 1}
 

@@ -87,25 +87,6 @@ def test_probabilities_are_those_of_the_model(alone: Path, tmp_path: Path) -> No
     assert np.mean(best == load_digits().target[:40]) > 0.5  # of two epochs
 
 
-def test_images_of_any_mode_and_size(alone: Path, tmp_path: Path) -> None:
-    grey = digit(6)
-    wide = Image.new("RGB", (1000, 8))
-    wide.paste(grey, (496, 0))
-    same = {"grey.png": grey, "rgb.bmp": grey.convert("RGB"), "rgba.png": grey.convert("RGBA"), "wide.png": wide,
-            "la.png": grey.convert("LA"), "p.png": grey.convert("P")}  # fmt: skip
-    other = {"one.png": grey.resize((1, 1)), "bits.png": grey.convert("1"), "tall.jpg": grey.resize((3, 200)),
-             "cmyk.jpg": grey.convert("CMYK"), "odd.webp": grey.resize((13, 7)),
-             "large.tif": grey.resize((512, 512))}  # fmt: skip
-    for name, image in {**same, **other}.items():
-        image.save(tmp_path / name)
-    lines = predicted(alone, *(tmp_path / name for name in [*same, *other]))
-    assert len(lines) == len(same) + len(other)
-    first = probabilities(lines[0])
-    for line in lines[1 : len(same)]:
-        assert probabilities(line) == pytest.approx(first, rel=0.01), line["image"]
-    assert lines[-1]["predictions"][0]["class"] == lines[0]["predictions"][0]["class"]
-
-
 def test_a_folder_with_rubbish_in_it(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "images"
     for name in ("b/2.png", "b/10.PNG", "a.png", ".hidden/3.png", "b/.4.png"):

@@ -89,8 +89,3 @@ def test_two_processes_read_the_same(live: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads((live / "evaluation-test.json").read_text())
     assert found["processes"] == 2 and found["ema"]["accuracy"] > 0.5
-
-
-def test_a_checkpoint_that_is_named_and_gone_is_told(live: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["evaluate", str(live), "--checkpoint", "update-00000001"]) == 2
-    assert "update-00000001 is not a complete checkpoint" in capsys.readouterr().err

@@ -109,17 +109,6 @@ def test_each_name_of_one_line_is_in_the_list() -> None:
     assert read_list(Path("by_hand.txt")) == {"a.png", "b.png"}
 
 
-def test_one_image_is_told_in_the_singular(capsys: pytest.CaptureFixture) -> None:
-    Path("pets/cat").mkdir(parents=True)
-    Path("pets/cat/0.png").touch()
-    check("folder", "--data.root", "pets")
-    printed = capsys.readouterr().out
-    assert "1 image (1 train) of 1 class" in printed and "1 of 1 image cannot be read;" in printed
-    Image.new("L", (8, 8)).save("pets/cat/0.png")
-    check("folder", "--data.root", "pets")
-    assert "The image can be read." in capsys.readouterr().out
-
-
 def test_data_in_memory_has_no_list() -> None:
     assert check("digits") == 0
     assert [path.name for path in Path().iterdir()] == ["audit-digits.json"]

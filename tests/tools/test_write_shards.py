@@ -343,10 +343,6 @@ def test_timm_reads_them(pets: Path, tmp_path: Path) -> None:
             ["folder", "o", "--shard-size", "big"],
             "--shard-size: expected a size such as 256MB or 1GB, found 'big' (command line).",
         ),
-        (
-            ["folder", "o", "--data.val-fraction", "1"],
-            "--data.val-fraction: expected a number of at least 0 and below 1, found '1' (command line).",
-        ),
     ],
 )
 def test_wrong_words_on_the_command_line(words: list[str], message: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from made_runs import make_run
 from made_up import evaluation_by_counts, made_up_evaluation, made_up_run, several_labels_evaluation
 
-from accel_train import cli
 from accel_train.config.schema import Config, Loss
 from accel_train.ownership.owner import Owner, publish_owner, write_private
 from accel_train.task import SEVERAL_LABELS
@@ -81,16 +79,6 @@ def test_names_with_markup_and_several_labels() -> None:
     page = page_of_run(several, several_labels_evaluation(names, 40, 0.5), [], [])
     assert "Mean average precision of the model on 40 test images: 80.0% finished" in text_of(page)
     assert "average precision" in page
-
-
-def test_why_images_are_missing(digits_run: Path, tmp_path: Path, fresh_accelerate: None) -> None:
-    run = Path(shutil.copytree(digits_run, tmp_path / "run"))
-    config = (run / "config.yaml").read_text().replace("name: digits\n", "name: folder\n", 1)
-    assert cli.main(["report", str(run)]) == 0
-    (run / "config.yaml").write_text(config)
-    assert cli.main(["report", str(run)]) == 0
-    page = (run / "report.html").read_text()
-    assert "The images are left out: --data.root data" in page and '<section id="worst">' not in page
 
 
 @pytest.mark.ci

@@ -187,15 +187,17 @@ def test_any_name_of_a_run_is_shown_as_it_is(
     assert not COMMANDS.search(capsys.readouterr().out.replace("\n", ""))
 
 
-def test_a_stopped_run_without_data_has_a_report_too(run: Path, tmp_path: Path) -> None:
+def test_a_run_without_data_and_a_stopped_one_have_a_report_too(run: Path, page: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
-    for name in ("result.json", "predictions-test.npz", "environment.json", "metrics.jsonl"):
-        (copy / name).unlink(missing_ok=True)
     config = (copy / "config.yaml").read_text().replace("name: digits\n", "name: folder\n", 1)
     (copy / "config.yaml").write_text(config)
     assert cli.main(["report", str(copy)]) == 0
-    page = (copy / "report.html").read_text()
-    assert "The model could not be evaluated: --data.root data" in page
+    without_images = (copy / "report.html").read_text()
+    assert "The images are left out: --data.root data" in without_images and 'id="worst"' not in without_images
+    for name in ("result.json", "predictions-test.npz", "environment.json", "metrics.jsonl"):
+        (copy / name).unlink()
+    assert cli.main(["report", str(copy)]) == 0
+    assert "The model could not be evaluated: --data.root data" in (copy / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("module", "name"), [("jinja2", "Jinja2"), ("matplotlib", "matplotlib")])
