@@ -14,17 +14,16 @@ import asyncio
 import contextlib
 import errno
 import hashlib
-import io
 import ipaddress
 import json
 import os
-import random
 import re
 import shutil
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -37,12 +36,12 @@ from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress
 
 from accel_train.config.schema import Data
 from accel_train.config.url import check_protocol, expanded, folder_of, is_url
 from accel_train.data.sources.files.webdataset import LISTS, listed_shards
-from accel_train.errors import LOGGER, UserError, counted, is_terminal, reason_of, writing
+from accel_train.errors import LOGGER, UserError, counted, is_terminal, needing, reason_of, writing
 from accel_train.files import atomic_write, fsync, open_to_write, sha256
 from accel_train.launch.agreement import once_a_node
 from accel_train.launch.environment import in_job, is_first_process
@@ -54,29 +53,25 @@ COPIES, QUESTIONS = 8, 64  # files that are copied, and small requests that are 
 PART = 32 << 20  # bytes after which a copy is flushed to the disk: it goes on there after a kill
 PIECE, BLOCK = 1 << 20, 8 << 20  # bytes that are written at a time; that are asked for at a time, but of web servers
 SPARE = 1 << 30  # bytes of the disk that are left to others
-REQUEST_SECONDS, STALL_SECONDS, CONNECT_SECONDS = 600.0, 30.0, 20.0
-PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds between two tries: a minute in all, unless a PIECE comes
-NO_KEYS = ("NoCredentialsError", "PartialCredentialsError")  # of botocore
-PASSING = (0, 408, 425, 429)  # statuses below 500 of what may go well later; 0: no answer
+STALL_SECONDS = 30.0  # without a byte from a web server, until it is asked again
+PAUSES: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Seconds between two tries: a minute in all, unless a PIECE comes."""
+ABSENT = (401, 403, 404, 410)  # statuses
 VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "Last-Modified", "mtime")  # of fsspec's file systems
 MANIFEST, SUMS = "manifest.json", "SHA256SUMS"  # `accel-train shards` writes the second
-T = TypeVar("T")
 JOB_FOLDERS = ("SLURM_TMPDIR", "NODE_TMPDIR", "TMPDIR")  # a job's own folder on the disk of its node
+T = TypeVar("T")
 _staged: dict[tuple[object, ...], Path] = {}  # the complete copies that this process has seen
 
 
-class StorageError(UserError):
-    """The storage does not give what is needed."""
-
-
-class AbsentError(StorageError):
-    """It says that there is no such file, or that this user may not read it."""
+class AbsentError(UserError):
+    """There is no such file, or this user may not read it."""
 
 
 @dataclass(frozen=True)
 class File:
     """A file on the storage: its name in the folder, its bytes, a text that is another one for another content, and
-    the SHA-256 ("": not known). Raises StorageError for a name that leads out of the folder."""
+    the SHA-256 ("": not known). Raises UserError for a name that leads out of the folder."""
 
     name: str
     size: int
@@ -85,22 +80,25 @@ class File:
 
     def __post_init__(self) -> None:
         if {"", ".", ".."} & {*self.name.split("/")} or not {*"\\\0"}.isdisjoint(self.name):
-            raise StorageError(f"the storage names a file {self.name!r}, which would not be in the folder of the copy.")
+            raise UserError(f"the storage names a file {self.name!r}, which would not be in the folder of the copy.")
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What a copy has: the files, and by its name the text of one that lists which of them belong to which split."""
+Manifest = tuple[File, ...]
+"""All files of a copy."""
 
-    files: tuple[File, ...]
-    lists: Mapping[str, str]
 
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
+def digest_of(manifest: Manifest) -> str:
+    """Another text for other files: the name of their folder."""
+    return hashlib.sha256(json.dumps([asdict(file) for file in manifest]).encode()).hexdigest()[:12]
 
-    def missing(self, folder: Path) -> list[File]:
-        return [file for file in self.files if _bytes_in(folder / file.name) != file.size]
+
+def missing(manifest: Manifest, folder: Path) -> list[File]:
+    """The files that the folder lacks."""
+    return [file for file in manifest if _bytes_in(folder / file.name) != file.size]
+
+
+def _bytes_in(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else 0
 
 
 class Storage:
@@ -109,7 +107,6 @@ class Storage:
     def __init__(self, root: Path, kind: str) -> None:
         """`kind`: as in SUFFIXES."""
         self.kind, self.suffix = kind, SUFFIXES[kind]
-        self.pauses: tuple[float, ...] = PAUSES
         self.scheme = check_protocol(root) if is_url(root) else "file"
         text = str(root) if is_url(root) else str(root.absolute())
         self.folder = str(folder_of(root)) if is_url(root) else text
@@ -121,70 +118,57 @@ class Storage:
             self.folder, _, name = text.rpartition("/")
             self.names = (name,)
         self.is_web = self.scheme in ("http", "https")
+        self.pauses = PAUSES
         self.stopping, self.copied = threading.Event(), dict[str, int]()  # bytes of each file that are here
-        try:
+        packages = "pip install 'accel-train[remote]', and gcsfs for gs://, huggingface_hub for hf://"
+        with needing(f"{self.folder}: {self.scheme}:// needs a package that is not installed: {packages}."):
             import fsspec
 
-            self.client: Any = fsspec.filesystem(self.scheme, **self._options(), skip_instance_cache=True)
-        except ImportError as error:
-            package = {"gs": " gcsfs", "hf": " huggingface_hub"}.get(self.scheme, "")
-            raise UserError(
-                f"{self.folder}: {self.scheme}:// needs a package that is not installed ({reason_of(error)}): "
-                f"pip install 'accel-train[remote]'{package}."
-            ) from error
+            options = self._web_options() if self.is_web else {}
+            self.client: Any = fsspec.filesystem(self.scheme, **options, skip_instance_cache=True)
 
-    def _options(self) -> dict[str, Any]:
-        if self.is_web:
-            import aiohttp
+    def _web_options(self) -> dict[str, Any]:
+        import aiohttp
 
-            limits = {"total": REQUEST_SECONDS, "sock_connect": CONNECT_SECONDS, "sock_read": STALL_SECONDS}
-            own = {"timeout": aiohttp.ClientTimeout(**limits), "headers": {"Accept-Encoding": "identity"}}
-            own["trace_configs"] = [redirects := aiohttp.TraceConfig()]
-            redirects.on_request_redirect.append(_check_redirect)
-            # trust_env: ~/.netrc and the proxies of the environment. What is compressed could unpack to any size.
-            return {"client_kwargs": {**own, "trust_env": True, "auto_decompress": False}}
-        if self.scheme == "s3":
-            limits = {"connect_timeout": CONNECT_SECONDS, "read_timeout": STALL_SECONDS}
-            return {"config_kwargs": {**limits, "retries": {"max_attempts": 0}}}  # only `_patiently` tries again
-        return {}
+        redirects = aiohttp.TraceConfig()
+        redirects.on_request_redirect.append(_check_redirect)
+        timeout = aiohttp.ClientTimeout(sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)
+        own = {"timeout": timeout, "trace_configs": [redirects], "headers": {"Accept-Encoding": "identity"}}
+        # trust_env: ~/.netrc and the proxies of the environment. What is compressed could unpack to any size.
+        return {"client_kwargs": {**own, "trust_env": True, "auto_decompress": False}}
 
     def manifest(self) -> Manifest:
         """What is there now."""
-        with ThreadPoolExecutor(QUESTIONS) as pool:
-            small = {"wds": (SUMS, *LISTS), "tar": (SUMS,)}.get(self.kind, ())
-            texts = {name: text for name, text in zip(small, pool.map(self._small, small), strict=True) if text}
-            sums = {name: digest for digest, name in re.findall(r"^(\w{64}) [ *](.+)$", texts.pop(SUMS, ""), re.M)}
-            lists = dict([*texts.items()][:1])
-            by_split = [listed_shards(Path(name), text.encode())[0].values() for name, text in lists.items()]
-            listed = {name for shards in chain(*by_split) for name in shards}
-            if names := self.names or tuple(sorted(listed)):
+        if names := self.names or self._listed():
+            with ThreadPoolExecutor(QUESTIONS) as pool:
                 files = [*pool.map(self.look_at, names)]
-            elif self.is_web:
-                raise StorageError(
-                    f"--data.root {self.folder}: a web server does not list its files, and there is no {LISTS[0]} that "
-                    f"does: name them, {self.folder}/train-{{0000..0127}}{self.suffix}."
-                )
-            else:
-                files = self._patiently(self.folder, self._found)
+        else:
+            files = self._patiently(self.folder, self._found)
         if not files:
-            raise StorageError(f"--data.root {self.folder}: there is no file *{self.suffix} (or no such folder).")
-        if lists and listed != {*names}:
-            LOGGER.warning(
-                f"{self.folder}/{next(iter(lists))} is not used, because it lists other shards than were named: "
-                "their names give the splits, and the classes are called by their numbers."
-            )
-            lists = {}
-        known = (replace(file, sha256=file.sha256 or sums.get(file.name, "")) for file in files)
-        return Manifest(tuple(known), lists)
+            raise UserError(f"--data.root {self.folder}: there is no file *{self.suffix} (or no such folder).")
+        sums = {name: digest for digest, name in re.findall(r"^(\w{64}) [ *](.+)$", self._text(SUMS), re.M)}
+        return tuple(replace(file, sha256=file.sha256 or sums.get(file.name, "")) for file in files)
 
-    def _small(self, name: str) -> str:
-        """The text of a small file; "" if there is none."""
-        text = io.BytesIO()
-        with contextlib.suppress(AbsentError):
+    def _listed(self) -> tuple[str, ...]:
+        """The list beside the shards, and those that it names; () if a bucket has none."""
+        for name in LISTS if self.kind == "wds" else ():
+            if text := self._text(name):
+                return (name, *chain(*listed_shards(Path(name), text.encode())[0].values()))
+        if self.is_web:
+            raise UserError(
+                f"--data.root {self.folder}: a web server does not list its files, and there is no {LISTS[0]} that "
+                f"does: name them, {self.folder}/train-{{0000..0127}}{self.suffix}."
+            )
+        return ()
+
+    def _text(self, name: str) -> str:
+        """The content of a small file; "" if there is none."""
+        with contextlib.suppress(AbsentError), tempfile.TemporaryDirectory() as place:
             if (file := self.look_at(name)).size > MAX_JSON_BYTES:
-                raise StorageError(f"{self.folder}/{name} has {file.size:,} bytes, more than such a file can have.")
-            self._patiently(f"{self.folder}/{name}", lambda: self._read(file, text), text.tell)
-        return text.getvalue().decode(errors="replace")
+                raise UserError(f"{self.folder}/{name} has {file.size:,} bytes, more than such a file can have.")
+            self.copy(file, Path(place, name))
+            return Path(place, name).read_text(errors="replace")
+        return ""
 
     def _found(self) -> list[File]:
         path = self.client._strip_protocol(self.folder).rstrip("/")
@@ -199,7 +183,7 @@ class Storage:
 
     def copy(self, file: File, target: Path) -> None:
         """Write the file, which gets its name when all of it is there and verified. Raises OSError, too."""
-        part, url = target.with_name(f".{target.name}.part"), f"{self.folder}/{file.name}"
+        part, url = _part_of(target), f"{self.folder}/{file.name}"
         target.parent.mkdir(parents=True, exist_ok=True)
         open_to_write(part, "ab").close()
         with open_to_write(part, "r+b") as copy:
@@ -209,7 +193,7 @@ class Storage:
         fsync(part)
         if not (sha256(part) == file.sha256 if file.sha256 else self.look_at(file.name) == file):
             part.unlink()
-            raise StorageError(
+            raise UserError(
                 f"{url} is not the file that it was when it was looked at first ({file.size:,} bytes, "
                 f"{file.sha256 or file.version or 'no ETag'}): start again when the data is complete."
             )
@@ -224,19 +208,17 @@ class Storage:
         with self.client.open(url, "rb", **(stream if self.is_web else {"block_size": BLOCK})) as source:
             if not self.is_web:
                 source.seek(start)
-            elif source.r.status == 200:  # a server without ranges sends all of it
+            elif source.r.status != 206:  # a server without ranges sends all of it
                 start = copy.seek(0)
-            elif not source.r.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-                raise OSError("the answer has other bytes than those that were asked for")
             while piece := source.read(PIECE):
                 if self.stopping.is_set():
-                    raise StorageError(f"{url}: the copying has ended.")
+                    raise UserError(f"{url}: the copying has ended.")
                 if start + len(piece) > file.size:
-                    raise StorageError(f"{url} has sent more than the {file.size:,} bytes that were announced.")
+                    raise UserError(f"{url} has sent more than the {file.size:,} bytes that were announced.")
                 start += len(piece)
                 with writing("--data.stage", Path(file.name), "a folder on a larger disk"):
                     copy.write(piece)
-                    if start % PART < len(piece) and not isinstance(copy, io.BytesIO):
+                    if start % PART < len(piece):
                         copy.flush()
                         os.fsync(copy.fileno())
                 self.copied[file.name] = start
@@ -244,28 +226,25 @@ class Storage:
             raise OSError(f"the answer ended after {start:,} of {file.size:,} bytes")
 
     def _patiently(self, url: str, ask: Callable[[], T], position: Callable[[], int] = lambda: 0) -> T:
-        """What `ask` returns, asked again after an error that may pass. `position`: how far it has come."""
+        """What `ask` returns. A web server is asked again after an error that may pass; the clients of buckets and of
+        the hub do that themselves. `position`: how far it has come."""
         failures = 0
         while True:
             before = position()
             try:
                 return ask()
-            except UserError:
-                raise
             except Exception as error:
                 # fsspec says of all that a web server does not say in the answer to a HEAD that there is no such file.
                 cause = (isinstance(error, FileNotFoundError) and self.is_web and error.__cause__) or error
                 if isinstance(cause, UserError):
                     raise cause from error
-                status = getattr(cause, "status", getattr(getattr(cause, "response", None), "status_code", 0)) or 0
-                absent = status in (403, 404) or isinstance(cause, FileNotFoundError | PermissionError)
+                absent = isinstance(cause, FileNotFoundError | PermissionError) or getattr(cause, "status", 0) in ABSENT
                 failures = 1 if position() >= before + PIECE else failures + 1
-                is_final = absent or (status < 500 and status not in PASSING) or type(cause).__name__ in NO_KEYS
-                if is_final or failures > len(self.pauses):
-                    reason = f"the server answers {status}" if status else reason_of(cause, 200)
-                    kind = AbsentError if absent else StorageError
-                    raise kind(f"{url} cannot be read (try {failures}): {reason}.") from error
-                self.stopping.wait(self.pauses[failures - 1] * random.uniform(0.75, 1.25))
+                if absent or not self.is_web or failures > len(self.pauses):
+                    reason = "there is no such file, or it is not yours to read" if absent else reason_of(cause, 200)
+                    kind = AbsentError if absent else UserError
+                    raise kind(f"{url} cannot be read ({reason}).") from error
+                self.stopping.wait(self.pauses[failures - 1])
 
 
 def _file(name: str, about: Mapping[str, Any]) -> File:
@@ -278,19 +257,19 @@ def _file(name: str, about: Mapping[str, Any]) -> File:
     return File(name, int(about["size"]), str(version).strip('"'), digest or "")
 
 
+def _part_of(target: Path) -> Path:
+    return target.with_name(f".{target.name}.part")
+
+
 async def _check_redirect(_session: Any, _context: Any, step: Any) -> None:
-    """Raise StorageError if a server leads elsewhere to an address that is not public: any service of this network."""
+    """Raise UserError if a server leads elsewhere to an address that is not public: any service of this network."""
     target = urlsplit(urljoin(str(step.url), step.response.headers.get("Location", "")))
     with contextlib.suppress(OSError):  # a name that only a proxy knows
         found = await asyncio.get_running_loop().getaddrinfo(target.hostname or "", None)
         public = all(ipaddress.ip_address(str(place[0]).partition("%")[0]).is_global for *_, place in found)
         if not public and target.netloc != step.url.authority:
             where = f"{step.url} leads to {target.netloc}, which is an address of this network"
-            raise StorageError(f"{where}: give its own URL if you mean it.")
-
-
-def _bytes_in(file: Path) -> int:
-    return file.stat().st_size if file.is_file() else 0
+            raise UserError(f"{where}: give its own URL if you mean it.")
 
 
 def folder_for(data: Data) -> Path:
@@ -302,9 +281,8 @@ def folder_for(data: Data) -> Path:
             f"(--data.stage), found {data.name}: pack the images into tar files first (accel-train shards)."
         )
     url = str(data.root if is_url(data.root) else data.root.absolute())
-    readable = re.sub(r"[^\w.-]+", "-", url.rpartition("://")[2])[-40:].lstrip("-.")
     key = hashlib.sha256(f"{data.name} {url}".encode(errors="surrogateescape")).hexdigest()[:8]
-    name = f"{readable}-{key}"
+    name = re.sub(r"[^\w.-]+", "-", url.rpartition("://")[2])[-40:].lstrip("-.") + f"-{key}"
     if data.stage is not None:
         return data.stage.absolute() / name
     home, job = Path("~").expanduser(), [os.environ[name] for name in JOB_FOLDERS if in_job() and os.environ.get(name)]
@@ -323,13 +301,12 @@ def folder_for(data: Data) -> Path:
     return folder / name
 
 
-def kept(folder: Path) -> Manifest | None:
-    """What the newest complete copy has; None if there is none."""
-    with contextlib.suppress(KeyError, TypeError, AttributeError, UserError):  # of another version, or damaged
-        about = read_json_object(folder / MANIFEST)
-        manifest = Manifest(tuple(File(**each) for each in about["files"]), about["lists"])
-        return None if manifest.missing(folder / manifest.digest) else manifest
-    return None
+def kept(folder: Path) -> Manifest:
+    """The files of the newest complete copy; () if there is none."""
+    with contextlib.suppress(KeyError, TypeError, UserError):  # of another version, or damaged
+        manifest = tuple(File(**each) for each in read_json_object(folder / MANIFEST)["files"])
+        return () if missing(manifest, folder / digest_of(manifest)) else manifest
+    return ()
 
 
 def staged(data: Data, *, download: bool = True) -> Path:
@@ -354,74 +331,48 @@ def stage(data: Data, tick: Callable[[str], None] = lambda digest: None, *, down
     folder = folder_for(data)
     before = kept(folder)
     if not download:
-        if before is None:
+        if not before:
             raise UserError(
                 f"{data.root} is not copied to {folder} yet; a training does that, or accel-train check-data."
             )
-        return before.digest
+        return digest_of(before)
     try:
         storage = Storage(data.root, data.name)
-        storage.pauses = PAUSES if before is None else ()
+        storage.pauses = () if before else PAUSES
         manifest, storage.pauses = storage.manifest(), PAUSES
     except UserError as error:
-        if before is None:
+        if not before:
             raise
         if is_first_process():
             LOGGER.info(f"{error} So the copy in {folder} is used, which is complete.")
         manifest = before
-    tick(manifest.digest)
-    if manifest != before:
-        with writing("--data.stage", folder, "a folder on a disk of this node"):
-            (folder / manifest.digest).mkdir(parents=True, exist_ok=True)
-            with _locked(folder, lambda: tick(manifest.digest)):
-                _fill(folder / manifest.digest, storage, manifest, lambda: tick(manifest.digest))
-                for name, text in manifest.lists.items():
-                    atomic_write(folder / manifest.digest / name, text)
-                atomic_write(folder / MANIFEST, json.dumps(asdict(manifest)))
-    return manifest.digest
-
-
-def _check_room(storage: Storage, missing: Sequence[File], folder: Path) -> None:
-    """Raise UserError if the disk has no room for the rest of these files."""
-    parts = (_bytes_in((folder / file.name).with_name(f".{Path(file.name).name}.part")) for file in missing)
-    needed, disk = sum(file.size for file in missing) - sum(parts), folder
-    while not disk.exists():
-        disk = disk.parent
-    if needed + SPARE > (free := shutil.disk_usage(disk).free):
-        raise UserError(
-            f"--data.stage: {folder} has {decimal(free)} free, and {storage.folder} needs {decimal(needed)}: name a "
-            "folder on a larger disk, or keep the shards on the cluster's file system (docs/large_data.md)."
-        )
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, tick: Callable[[], None]) -> Iterator[None]:
-    lock = FileLock(folder / ".lock")
-    try:
-        while not lock.is_locked:
-            tick()
-            with contextlib.suppress(Timeout):
-                lock.acquire(timeout=1.0)
-        yield
-    except NotImplementedError as error:
-        raise OSError(errno.ENOTSUP, "its files cannot be locked") from error
-    finally:
-        lock.release()
+    digest = digest_of(manifest)
+    with writing("--data.stage", folder, "a folder on a disk of this node"):
+        while kept(folder) != manifest:  # else a run on this node has copied it, maybe meanwhile
+            tick(digest)
+            (folder / digest).mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(Timeout), FileLock(folder / ".lock", timeout=1.0):
+                _fill(folder / digest, storage, manifest, lambda: tick(digest))
+                atomic_write(folder / MANIFEST, json.dumps({"files": [asdict(file) for file in manifest]}))
+    return digest
 
 
 def _fill(folder: Path, storage: Storage, manifest: Manifest, tick: Callable[[], None]) -> None:
     """Copy the files that the folder lacks, several at a time. Raises UserError and OSError."""
-    if not (missing := manifest.missing(folder)):
-        return  # another run has copied them meanwhile
-    _check_room(storage, missing, folder)
-    total = sum(file.size for file in missing)
+    absent = missing(manifest, folder)
+    total, free = sum(file.size for file in absent), shutil.disk_usage(folder).free
+    rest = total - sum(_bytes_in(_part_of(folder / file.name)) for file in absent)
+    if rest + SPARE > free:
+        raise UserError(
+            f"--data.stage: {folder} has {decimal(free)} free, and {storage.folder} needs {decimal(rest)}: name a "
+            "folder on a larger disk, or keep the shards on the cluster's file system (docs/large_data.md)."
+        )
     if is_first_process():
-        LOGGER.info(f"{storage.folder}: copying {counted(len(missing), 'file')} ({decimal(total)}) to {folder}.")
-    columns = TextColumn("staging"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+        LOGGER.info(f"{storage.folder}: copying {counted(len(absent), 'file')} ({decimal(total)}) to {folder}.")
     shows = is_first_process() and is_terminal(sys.stderr)
-    with Progress(*columns, console=Console(stderr=True), disable=not shows) as bar, ThreadPoolExecutor(COPIES) as pool:
-        task = bar.add_task("", total=total)
-        waiting: set[Future[None]] = {pool.submit(storage.copy, file, folder / file.name) for file in missing}
+    with Progress(console=Console(stderr=True), disable=not shows) as bar, ThreadPoolExecutor(COPIES) as pool:
+        task = bar.add_task("staging", total=total)
+        waiting: set[Future[None]] = {pool.submit(storage.copy, file, folder / file.name) for file in absent}
         try:
             while waiting:
                 done, waiting = wait(waiting, 1.0, FIRST_EXCEPTION)

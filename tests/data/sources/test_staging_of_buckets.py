@@ -15,7 +15,8 @@ from accel_train.config.schema import Data
 from accel_train.config.url import Url
 from accel_train.data.sources import staging
 from accel_train.data.sources.load import load_splits
-from accel_train.data.sources.staging import Storage, StorageError
+from accel_train.data.sources.staging import Storage
+from accel_train.errors import UserError
 
 pytest.importorskip("aiohttp", reason="accel-train[remote] is not installed")
 
@@ -60,13 +61,13 @@ def test_a_bucket_is_listed_and_copied(s3: Any, folder: Path, tmp_path: Path) ->
     copies = {path.name: path.read_bytes() for path in (tmp_path / "stage").rglob("*.tar")}
     assert copies == {path.name: path.read_bytes() for path in folder.glob("*.tar")}
     storage = Storage(url, "wds")
-    (file, *_) = storage.manifest().files
+    (file, *_) = storage.manifest()
     assert file.version
     s3.pipe_file(f"bucket/some/data/{file.name}", bytes(file.size))
-    with pytest.raises(StorageError, match=f"{url}/{file.name} .*(is not the file that it was|no longer exists)"):
+    with pytest.raises(UserError, match=f"{url}/{file.name} .*(is not the file that it was|no longer exists)"):
         storage.copy(file, tmp_path / "copy")
     s3.rm_file(f"bucket/some/data/{file.name}")
-    with pytest.raises(StorageError, match=f"{url}/{file.name} cannot be read"):
+    with pytest.raises(UserError, match=f"{url}/{file.name} cannot be read"):
         storage.copy(file, tmp_path / "copy")
 
 
@@ -77,11 +78,11 @@ def test_the_hub_is_listed_and_copied(folder: Path, tmp_path: Path) -> None:
     with hub_of(folder) as server:
         storage = Storage(Url("hf://datasets/somebody/shards"), "wds")
         storage.client = huggingface_hub.HfFileSystem(endpoint=server.url, token=False, skip_instance_cache=True)
-        files = storage.manifest().files
+        files = storage.manifest()
         assert [file.name for file in files] == ["train-000.tar", "train-001.tar", "val-000.tar"]
         assert all(file.sha256 and file.version for file in files)
         storage.copy(files[1], tmp_path / "copy")
         assert (tmp_path / "copy").read_bytes() == (folder / "train-001.tar").read_bytes()
         (folder / "train-000.tar").write_bytes((folder / "train-000.tar").read_bytes()[::-1])
-        with pytest.raises(StorageError, match="is not the file that it was"):
+        with pytest.raises(UserError, match="is not the file that it was"):
             storage.copy(files[0], tmp_path / "another")
