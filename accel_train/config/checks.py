@@ -123,6 +123,8 @@ def _missing(config: Config, needs: Needs) -> str:
     """Return what keeps an option from being read, and what to give for it; "" if it is read."""
     others = needs.options.split()
     settings = [value(config, key) for key in others]
+    if needs.not_values:
+        return f"with {others[0]}={settings[0]}; choose another one" if settings[0] in needs.not_values else ""
     if needs.values:
         choice = f"--{others[0]} {' or '.join(needs.values)}"
         return "" if settings[0] in needs.values else f"with {others[0]}={settings[0]}; give {choice}"

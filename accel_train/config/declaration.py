@@ -161,6 +161,8 @@ class Needs:
     """Other options, separated by spaces, one of which must be on; without `values`: not none, false, 0 or empty."""
     values: tuple[str, ...] = ()
     """Those of the other option, if it is a choice, with which this one is read."""
+    not_values: tuple[str, ...] = ()
+    """Those with which it is not."""
 
 
 NEEDS_EMA = Needs("ema.enabled")
@@ -168,6 +170,11 @@ NEEDS_MIXING = Needs("augment.mixup augment.cutmix")
 NEEDS_WARMUP = Needs("schedule.warmup-epochs")
 NEEDS_BOX = Needs("augment.crop", ("resized",))
 NEEDS_SHARDS = Needs("data.order", ("shards",))
+WITHOUT_MOMENTUM = (
+    "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamp", "adamw", "adan", "adopt", "lamb",
+    "laprop", "lion", "mars", "nadam", "nadamw", "novograd", "radam",
+)  # fmt: skip
+"""Optimizers of timm's that take no momentum, but for rare variants of these."""
 
 
 def ending(*suffixes: str) -> Bound:

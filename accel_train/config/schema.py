@@ -52,6 +52,7 @@ from accel_train.config.declaration import (
     RANGE,
     SCHEDULE_NAME,
     SPLIT,
+    WITHOUT_MOMENTUM,
     Bound,
     Free,
     Interpolation,
@@ -300,7 +301,7 @@ class Optim:
     """Apply weight decay to all weights, norms and biases too, as plain torch.optim does."""
     norm_weight_decay: Annotated[float | None, NOT_NEGATIVE] = None
     """Weight decay of norms, weights and biases; default: see optim.decay-all."""
-    momentum: Annotated[float, FRACTION] = 0.9
+    momentum: Annotated[float, FRACTION, Needs("optim.name", not_values=WITHOUT_MOMENTUM)] = 0.9
     """Momentum, for optimizers that have it."""
     betas: tuple[float, float] | None = None
     """Betas of Adam and similar optimizers; default: the optimizer's."""

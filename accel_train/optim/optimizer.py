@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from accel_train.config.schema import Optim
 from accel_train.errors import UserError, nearest
 from accel_train.models import input_names, required_classifier
-from accel_train.models.nets import without_none
 from accel_train.user_code.reference import parse_reference
 
 # torch's optimizers that have a fused kernel, which updates all parameters at once, and the devices that have it. On
@@ -52,8 +51,17 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
             "optim.layer_decay: only timm's models name their layers; leave it out, or choose a model of timm's."
         )
     try:
-        kind = _kind(optim.name)
-        options = without_none(betas=optim.betas, eps=optim.eps) | _arguments(optim)
+        kind, number_of_betas, has_eps = _kind(optim.name)
+        options: dict[str, Any] = {}
+        if optim.betas is not None:
+            if number_of_betas != len(optim.betas):
+                raise UserError(f"optim.betas: {optim.name} does not take {len(optim.betas)}; leave it out.")
+            options["betas"] = optim.betas
+        if optim.eps is not None:
+            if not has_eps:
+                raise UserError(f"optim.eps: {optim.name} has no eps; leave it out.")
+            options["eps"] = optim.eps
+        options |= _arguments(optim)
         devices = {parameter.device.type for parameter in model.parameters()}
         # Of the fused kernels only Adam's accepts sharded tensors.
         if kind in FUSED and devices <= set(FUSED_DEVICES) and not (sharded and kind is torch.optim.SGD):
@@ -71,8 +79,12 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
             optimizer.register_step_pre_hook(_zero_momentum)
     except (AssertionError, ImportError) as error:  # bitsandbytes or Apex
         raise UserError(f"optim.name: {optim.name} is not available in this environment: {error}") from error
-    except (ValueError, TypeError, LookupError) as error:  # a value or an argument that it does not take
+    except ValueError as error:  # a value that the optimizer itself does not accept
         raise UserError(f"optim: {optim.name} does not accept its settings: {error}") from error
+    except (TypeError, LookupError) as error:  # an argument that it does not have, or too few betas
+        if optim.kwargs is None:
+            raise
+        raise UserError(f"--optim.kwargs: {optim.name} does not take {optim.kwargs}: {error}") from error
     return optimizer
 
 
@@ -92,18 +104,20 @@ def needs_timm(optim: Optim) -> bool:
     return adaptive or optim.layer_decay is not None or not (own or optim.name in TORCHS)
 
 
-def _kind(name: str) -> type[torch.optim.Optimizer]:
-    """An optimizer's class. Raises UserError for an unknown one."""
+def _kind(name: str) -> tuple[type[torch.optim.Optimizer], int, bool]:
+    """An optimizer's class, how many betas it takes, and whether it has an eps. Raises UserError for an unknown one."""
     if name in TORCHS:
-        return TORCHS[name][0]
+        kind, _ = TORCHS[name]
+        return (kind, 0, False) if kind is torch.optim.SGD else (kind, 2, True)
     from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers
 
     if name not in list_optimizers():
         hint = nearest(name, list_optimizers(), count=5) or " For your own, write FILE.py:FUNCTION."
         raise UserError(f"optim.name: timm has no optimizer {name!r}.{hint}")
-    if getattr(get_optimizer_info(name), "second_order", False):
+    info = get_optimizer_info(name)
+    if getattr(info, "second_order", False):
         raise UserError(f"optim.name: {name} needs second derivatives, which this trainer does not compute.")
-    return cast(type[torch.optim.Optimizer], get_optimizer_class(name, bind_defaults=False))
+    return get_optimizer_class(name, bind_defaults=False), info.num_betas if info.has_betas else 0, info.has_eps
 
 
 def _create_torchs(optim: Optim, model: nn.Module, kind: type[Any], options: dict[str, Any]) -> torch.optim.Optimizer:

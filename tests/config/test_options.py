@@ -15,7 +15,7 @@ import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_train.config.declaration import Needs, bytes_of
+from accel_train.config.declaration import WITHOUT_MOMENTUM, Needs, bytes_of
 from accel_train.config.options import LAUNCH, SYNONYMS, parse, parse_command, parse_command_of_recipe, parse_settings
 from accel_train.config.schema import Config, Data, Model, Optim, declared, option_types, to_yaml, value
 from accel_train.errors import UserError
@@ -409,6 +409,7 @@ def test_any_word_and_number_is_written_and_read(
         ("--schedule.warmup-lr 0.1", "without schedule.warmup-epochs; give --schedule.warmup-epochs, or leave it out"),
         ("--ema.decay 0.9", "without ema.enabled; give --ema.enabled true, or leave it out (command line)."),
         ("--optim.clip-mode agc", "without optim.clip; give --optim.clip, or leave it out"),
+        ("--optim.name adamw --optim.momentum 0.9", "with optim.name=adamw; choose another one, or leave it out"),
         ("--augment.mix-mode elem", "without augment.mixup or augment.cutmix"),
         ("--augment.scale 0.5 1", "with augment.crop=random; give --augment.crop resized, or"),
         ("--data.open-shards 4", "with data.order=full; give --data.order shards"),
@@ -427,6 +428,7 @@ def test_an_option_that_nothing_reads_is_refused(words: str, message: str) -> No
         "--schedule.milestones --ema.after-epochs 0 --schedule.warmup-lr 0",  # turned off
         "--augment.crop center --augment.pad 0",
         "--augment.cutmix 1 --augment.mix-mode elem",
+        "--optim.momentum 0.5 --optim.name rmsprop",
     ],
 )
 def test_an_option_that_is_read_or_turned_off_is_accepted(words: str) -> None:
@@ -440,9 +442,12 @@ def test_a_recipe_may_have_options_for_other_settings_of_the_command_line(recipe
     parse([str(tmp_path / "config.yaml"), "--epochs", "1"])
 
 
-def test_what_options_need_exists() -> None:
+def test_what_options_need_exists_and_optimizers_without_momentum_have_none() -> None:
+    from timm.optim import get_optimizer_info
+
     known = option_types()
     for key, needs in declared(Needs):
         for other in needs.options.split():
             kinds = typing.get_args(known[other]) if typing.get_origin(known[other]) is Literal else needs.values
             assert other in known and set(needs.values) <= set(kinds), key
+    assert not any(get_optimizer_info(name).has_momentum for name in WITHOUT_MOMENTUM)
