@@ -105,3 +105,13 @@ def refuse_sync_batchnorm(model: nn.Module) -> None:
             f"model: {first_of([f'{name} (SyncBatchNorm)' for name in synced])} normalises by the samples of all "
             "processes. Use a BatchNorm instead: it normalises virtual batches, the same on any number of processes."
         )
+
+
+def raise_unused_parameters_advice(error: Exception) -> None:
+    """Raise UserError if `error` is DDP's for parameters that a pass has left out, unseen in the trial."""
+    if "Expected to have finished reduction in the prior iteration" in str(error):
+        raise UserError(
+            "model: an update did not use some of the parameters, although the passes that were tried at the start "
+            "used them all. Let each pass use all parameters, or give --bitwise true, which does not need that.",
+            every_process=False,
+        ) from error

@@ -20,6 +20,7 @@ from accel_train.errors import EvaluationError, is_terminal, one_line
 from accel_train.evaluate import Batch, evaluate
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
+from accel_train.models.verdict import raise_unused_parameters_advice
 from accel_train.models.wrapping import broadcast_buffers
 from accel_train.optim.performance import evaluation_advice, memory_advice, raise_memory_advice, training_advice
 from accel_train.ownership.lease import Lease
@@ -160,8 +161,9 @@ class Run:
             self._begin()
             try:
                 yield
-            except Exception as error:  # of the device or of a restored optimizer: say what to do instead
+            except Exception as error:  # of the device, of DDP or of a restored optimizer: say what to do instead
                 raise_memory_advice(error, training_advice(self.setup.plan))
+                raise_unused_parameters_advice(error)
                 self.checkpoints.raise_state_advice(error, self.state.update)
                 raise
 
