@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from accel_train.cli.common import RecipeOptions, importing, print_table, without_run
-from accel_train.config.declaration import POSITIVE, Word, ending
+from accel_train.config.declaration import POSITIVE, Bound, Word, ending
 from accel_train.config.options import CommandOptions, parse_command, parse_command_of_recipe
 from accel_train.config.recipe import read_recipe, recipe_names
 from accel_train.config.schema import Config, value
@@ -93,7 +93,7 @@ class FindLr(RecipeOptions):
     Options of train (--batch-size, --optim.name, …) change the recipe. Nothing is kept but the picture.
     """
 
-    updates: int = 100
+    updates: Annotated[int, Bound("a number of at least 10", lambda x: x >= 10)] = 100
     """How many updates, at least 10. The rate grows by the same factor at each, from 1e-6 to 10."""
     output: Annotated[Path | None, ending(".svg")] = None
     """The picture, as SVG; default: lr-RECIPE.svg."""

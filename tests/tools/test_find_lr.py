@@ -9,9 +9,9 @@ import helpers
 import numpy as np
 import pytest
 
+from accel_train import cli
 from accel_train.api import find_lr
-from accel_train.errors import UserError
-from accel_train.tools.find_lr import suggestion
+from accel_train.tools.find_lr import fit
 
 SMALL = ("digits", "--data.train-limit", "256", "--batch-size", "32", "--optim.name", "momentum")
 
@@ -23,12 +23,18 @@ def test_the_steepest_fall_is_found_up_to_the_minimum() -> None:
     losses = 1 - np.tanh(3 * (position + 3)) / 2 + np.where(position > -1, 50 * (position + 1), 0)
     losses[-5:] = [30, 20, 15, 10, 5]
     noisy = losses + 0.02 * np.random.default_rng(0).normal(size=141)  # from update to update more than the fall
-    assert suggestion(rates.tolist(), noisy.tolist(), losses.tolist()) == pytest.approx(1e-3, rel=0.3)
+    found = fit(rates.tolist(), noisy.tolist())
+    assert found.steepest == pytest.approx(1e-3, rel=0.3)
+    calm = np.abs(position + 3) > 1
+    calm[position > -1.6] = False
+    np.testing.assert_allclose(np.array(found.smoothed)[calm], losses[calm], atol=0.03)
 
 
 def test_a_loss_that_only_grows_has_no_good_rate() -> None:
-    assert suggestion([1.0, 2.0, 4.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) is None
-    assert suggestion([1.0, 2.0, 4.0], [2.0, 1.9, 3.0], [2.0, 1.9, 3.0]) is None
+    rates = np.geomspace(1e-6, 10, 12).tolist()
+    assert fit(rates, [float(number) for number in range(12)]).steepest is None
+    assert fit(rates, [12.0 - number for number in range(12)]).steepest is not None
+    assert fit(rates[:9], [12.0 - number for number in range(9)]).steepest is None  # too few
 
 
 @pytest.mark.ci
@@ -72,10 +78,15 @@ def test_the_recipe_may_have_fewer_updates(end: tuple[str, str]) -> None:
     assert len(find_lr(*SMALL, *end, updates=10).rates) == 10
 
 
-def test_too_few_updates_and_a_loss_that_diverges_at_once_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"--updates: expected at least 10"):
-        find_lr(*SMALL, updates=1)
+def test_too_few_updates_and_a_loss_that_diverges_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["find-lr", *SMALL, "--updates", "9"]) == 2
+    assert "--updates: expected a number of at least 10, found '9'" in capsys.readouterr().err
+    assert len(find_lr(*SMALL, updates=1).losses) == 1
     monkeypatch.setattr("accel_train.tools.find_lr.FIRST_RATE", 1e20)
     monkeypatch.setattr("accel_train.tools.find_lr.LAST_RATE", 1e30)
-    with pytest.raises(UserError, match=r"diverged after \d+ updates?, at a learning rate of \S+: look at the data"):
-        find_lr(*SMALL, updates=30)
+    assert cli.main(["find-lr", *SMALL, "--updates", "30"]) == 1
+    assert "The loss does not fall: look at the data and the recipe." in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["lr-digits.svg"]
