@@ -27,6 +27,7 @@ from accel_train.data.sources.files.folder import FileImages
 from accel_train.data.sources.files.index import SplitFiles
 from accel_train.data.sources.shared import StringArray
 from accel_train.errors import UserError
+from accel_train.models.weights import read_state
 from accel_train.ownership.owner import read_owner
 from accel_train.records.trackers import point_of
 from accel_train.run.start import find_file
@@ -230,7 +231,15 @@ def test_numbers_that_nothing_can_hold_are_damage(tmp_path: Path, capsys: pytest
     assert point is not None and (point.step, point.epoch, point.time) == (3, 0, 0.0)
 
 
-def test_weights_of_any_size_in_a_run_are_refused(tmp_path: Path) -> None:
+def test_weights_without_values_or_of_any_size_are_refused(tmp_path: Path) -> None:
+    for name, tensor in (
+        ("meta", torch.empty(3, device="meta")),
+        ("sparse", torch.eye(3).to_sparse()),
+        ("rows", torch.eye(3).to_sparse_csr()),
+    ):
+        torch.save({"weight": tensor}, tmp_path / f"{name}.pth")
+        with pytest.raises(UserError, match=r"weight is a tensor without its values, or a sparse one|run code"):
+            read_state(tmp_path / f"{name}.pth")
     header = json.dumps({"a": {"dtype": "F32", "shape": [1 << 36], "data_offsets": [0, 1 << 38]}}).encode()
     huge = tmp_path / "model.safetensors"
     huge.write_bytes(len(header).to_bytes(8, "little") + header)

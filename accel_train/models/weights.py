@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from accel_train.errors import UserError, first_of, one_line, reason_of
@@ -206,6 +207,9 @@ def read_state(file: Path) -> dict[str, Tensor]:
             warnings.simplefilter("ignore")  # torch's, about files that it then refuses
             state = load_state_dict(str(file), weights_only=True)
         tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+        odd = next((name for name, value in tensors.items() if value.is_meta or value.layout != torch.strided), None)
+        if odd is not None:
+            raise ValueError(f"{odd} is a tensor without its values, or a sparse one")
     except Exception as error:  # a damaged or hostile file may make its reader raise anything
         reason = reason_of(error, 200)
         if "weights_only" in reason:
