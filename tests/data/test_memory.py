@@ -3,7 +3,6 @@
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from accel_train.data import memory
 from accel_train.data.loading import InputPipeline, create_input_pipeline
 from accel_train.data.memory import MemoryLoader, choose_place
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, IndexSampler, TrainingSampler
+from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits, subset
@@ -81,34 +80,6 @@ def test_host_memory_gives_the_batches_of_the_loader(settings: dict[str, Any], l
         source = settings.get("splits", SPLITS).train
         assert torch.equal(batch["labels"], source.labels[batch["ids"]])
     assert all(batch["inputs"].is_contiguous(memory_format=LAYOUTS[layout]) for batch in found)
-
-
-class OtherSampler(IndexSampler):
-    """A batch sampler from outside the package."""
-
-    def __init__(self, order: TrainingSampler) -> None:
-        self.order, self.batch_size = order, order.batch_size
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def blocks(self) -> Iterator[IndexBatch]:
-        return self.order.blocks()
-
-
-@pytest.mark.parametrize("place", ["host", "disk"])
-@pytest.mark.parametrize("augment", [TURNED, dataclasses.replace(TURNED, policy="trivialaugment")])
-def test_any_order_of_training_is_augmented(augment: Augment, place: str) -> None:
-    own = TrainingSampler(Plan(len(SPLITS.train), 24, 1, 2), 5)
-    config = Config(seed=5, batch_size=24, augment=augment, data=Data(placement=place, workers=0))  # type: ignore[arg-type]
-
-    def fed(order: IndexSampler) -> list[dict[str, torch.Tensor]]:
-        feed = create_input_pipeline(
-            config, SPLITS, SPLITS.train, order, create_accelerator(Launch()), training=True, size=10
-        )
-        return seen(feed)
-
-    same(fed(OtherSampler(own)), fed(own))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

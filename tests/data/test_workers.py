@@ -135,11 +135,3 @@ def test_a_worker_is_not_sent_what_it_can_share() -> None:
     assert files.paths[1999] == paths[1999]
     size, descriptors = given(BatchDataset(files, None, 0))
     assert size < 40 * 300 and descriptors < 8
-
-
-def test_a_copy_of_what_is_shared_is_the_same() -> None:
-    files = FileImages(Path("/nowhere"), SplitFiles(StringArray(["a", "", "ccc"]), torch.arange(3)), Data())
-    copy = pickle.loads(pickle.dumps(files))
-    assert [copy.paths[i] for i in range(3)] == ["a", "", "ccc"]
-    again = pickle.loads(pickle.dumps(copy))
-    assert again.name(2) == "/nowhere/ccc"

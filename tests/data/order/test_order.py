@@ -230,18 +230,6 @@ class TestAccumulationSteps:
         for fewer in range(1, steps):
             assert each % fewer or (limit is not None and each // fewer * unit > limit)
 
-    def test_the_message(self) -> None:
-        with pytest.raises(UserError) as error:
-            accumulation_steps(3, 4, None)
-        assert str(error.value) == (
-            "--batch-size: found 3, which 4 processes cannot share: some would never have work. Use at most "
-            "3 processes, or --batch-size 4, which trains another model."
-        )
-        with pytest.raises(UserError, match=r"cannot be divided in pairs, as mixup and cutmix need; try 2\.$"):
-            accumulation_steps(1, 1, None, unit=2, why="in pairs, as mixup and cutmix need")
-        with pytest.raises(UserError, match=r"8 processes cannot share in virtual batches of 16: .* at most 4 .* 128"):
-            accumulation_steps(64, 8, None, unit=16, why="in virtual batches of 16")
-
 
 class TestVirtualBatchSize:
     @given(st.integers(1, 2000), st.booleans(), st.booleans())

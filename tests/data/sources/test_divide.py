@@ -90,15 +90,6 @@ def test_choosing_gives_each_class_its_share(found, count) -> None:
         assert abs(chosen[of_class].sum() - count * of_class.sum() / len(labels)) <= 3
 
 
-def test_where_the_data_lies_does_not_matter() -> None:
-    paths, labels = [f"0/image-{i}" for i in range(40)], [0] * 40
-    here = divide(splits(paths, labels), replace(DATA, test_fraction=0.5), 0).test
-    moved = splits(paths, labels)
-    moved.train.name = lambda id: f"/elsewhere/{paths[id]}"  # type: ignore[method-assign]
-    there = divide(moved, replace(DATA, root=Path("/elsewhere"), test_fraction=0.5), 0).test
-    assert here.ids.tolist() == there.ids.tolist()
-
-
 def test_validation_of_a_set_with_its_own_test_split_comes_from_training() -> None:
     test = Named(["0/t-1", "1/t-2"], [0, 1])
     divided = divide(splits([f"0/i-{i}" for i in range(10)], [0] * 10, test=test), replace(DATA, val_fraction=0.2), 0)

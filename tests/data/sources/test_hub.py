@@ -131,12 +131,6 @@ def test_columns_that_are_named(tmp_path: Path, datasets) -> None:
             found(**options)
 
 
-def test_no_training_split(tmp_path: Path, datasets) -> None:
-    name = f"hfds/{image_folder(tmp_path / 'pets', ('validation', 'test'))}"
-    with pytest.raises(UserError, match="has no train split, only"):
-        load(name, tmp_path / "cache")
-
-
 def test_no_such_data_set(tmp_path: Path, datasets) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         load(f"hfds/{tmp_path / 'nowhere'}", tmp_path / "cache")

@@ -1,7 +1,5 @@
 """Names of data sources."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,19 +34,6 @@ def test_data_of_ones_own_without_its_name_is_not_replaced_by_digits(root: str, 
 def test_data_without_columns(option: str) -> None:
     with pytest.raises(UserError, match=f"--data.{option.replace('_', '-')} x: only csv and hfds/NAME have"):
         load_splits(Data(**{option: "x"}), 0)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_the_libraries_are_imported_only_where_used(tmp_path: Path) -> None:
-    """The import takes a second or two of each start, so it must not happen."""
-    script = (
-        "import sys\n"
-        "from accel_train.config.schema import Data; from accel_train.data.sources.load import load_splits\n"
-        "splits = load_splits(Data(name='synthetic'), 0); splits.train.fetch([0])\n"
-        "print([x for x in ('torchvision', 'timm', 'sklearn', 'datasets', 'PIL') if x in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("option", ["train_split", "val_split", "test_split"])

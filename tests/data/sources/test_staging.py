@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import helpers
+import numpy as np
 import pytest
+from PIL import Image
 
 pytest.importorskip("aiohttp", reason="accel-train[remote] is not installed")
 
@@ -351,8 +353,6 @@ def test_a_list_names_the_shards_of_a_web_server_and_their_classes(
 
 @pytest.mark.parametrize("url", [False, True])
 def test_a_tar_file_of_class_folders(server: StorageServer, folder: Path, tmp_path: Path, url: bool) -> None:
-    from PIL import Image
-
     for number, place in enumerate(("train/cat", "train/dog")):
         (tmp_path / place).mkdir(parents=True)
         Image.new("RGB", (4, 4), (number, 0, 0)).save(tmp_path / place / "1.png")
@@ -361,12 +361,23 @@ def test_a_tar_file_of_class_folders(server: StorageServer, folder: Path, tmp_pa
     assert everything(data(root, tmp_path, "tar")) == everything(Data("tar", folder / "pets.tar"))
 
 
+def write_parquet(folder: Path) -> Path:
+    """Write data/train-00000-of-00006.parquet, … and data/validation-…, as the hub keeps images; return the folder."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    (folder / "data").mkdir(parents=True)
+    for split, count in (("train", 6), ("validation", 1)):
+        for number in range(count):
+            pixels = np.random.default_rng(number).integers(0, 256, (16, 12, 12, 3), dtype=np.uint8)
+            rows = {"image": list(map(Image.fromarray, pixels)), "label": [0, 1] * 8}
+            part = datasets.Dataset.from_dict(rows, features)
+            part.to_parquet(folder / "data" / f"{split}-{number:05d}-of-{count:05d}.parquet", batch_size=5)
+    return folder
+
+
 @pytest.mark.ci
 def test_parquet_files_of_a_folder_and_of_a_url(server: StorageServer, tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    from parquet_files import write_hub
-
-    folder = write_hub(tmp_path / "hub")
+    folder = write_parquet(tmp_path / "hub")
     assert load_splits(Data("hfds/parquet", folder), 0).classes == ("cat", "dog")
     local, there = (everything(Data("hfds/parquet", folder, stage=stage)) for stage in (None, tmp_path / "stage"))
     assert there == local and len(local[1]["train"][1]) == 96
@@ -436,7 +447,7 @@ def test_check_data_copies_and_shards_are_written_from_the_copy(
     said = capsys.readouterr().out
     assert "copying 7 files (286.7 kB) to" in said and "All 112 images can be read." in said
     (listed,) = Path().glob("unreadable-*.txt")
-    assert server.url in listed.read_text().partition("\n")[0] and "{" not in listed.name
+    assert listed.read_text() == f"# accel-train check-data: wds {url}\n" and "{" not in listed.name
     assert [*Path("stage").rglob(".accel-train-index-wds.safetensors")]
     server.reset()
     assert main(["shards", "wds", "out", "--data.root", url, "--data.stage", "stage", "--processes", "1"]) == 0

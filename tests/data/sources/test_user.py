@@ -180,13 +180,6 @@ class Labelled(Items): targets = [0, 1, 0]
     assert "\n" not in str(raised.value)
 
 
-def test_a_function_that_needs_more_than_it_gets(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text("def data(root, split): return {}\n")
-    with pytest.raises(UserError, match="data needs the argument 'split', but it is called with root"):
-        load_splits(Data(name=f"{path}:data"), 0)
-
-
 def test_images_of_two_sizes_are_told_when_they_are_fetched(tmp_path: Path) -> None:
     splits = splits_of(tmp_path, "{'train': Items(lambda i: torch.zeros(3, 8 + i // 9, 8 + i // 9))}")
     with pytest.raises(UserError, match=r"train sample 9 has the shape \[3, 9, 9\], but the first one \[3, 8, 8\]"):

@@ -179,15 +179,6 @@ class TestCropAndFlip:
         assert abs(flipped - count * probability) < 5 * math.sqrt(count * probability * (1 - probability))
 
 
-class TestNormalise:
-    @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-    def test_as_torchvision_does(self, layout: torch.memory_format) -> None:
-        transform = created(training=False, layout=layout)
-        expected = v2.Normalize(MEAN, STD)(IMAGES / 255)
-        found = transform(batch_of())[0]
-        assert found.is_contiguous(memory_format=layout) and torch.allclose(found, expected, rtol=0, atol=2e-6)
-
-
 class TestResize:
     def test_a_batch_is_resized_as_torch_resizes_one_image(self) -> None:
         found = created(size=16, training=False, resize=20)(batch_of(slice(40)))[0]

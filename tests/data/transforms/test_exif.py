@@ -22,7 +22,6 @@ from accel_train.data.sources.files.images import LazyImage, decode
 from accel_train.data.sources.load import load_splits
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
-from accel_train.tools.audit import check_data
 from accel_train.tools.shards import write_shards
 
 ORIENTATIONS = range(1, 9)
@@ -150,28 +149,3 @@ def test_every_way_to_the_model(
             data = Data(name="wds", root=tmp_path / root.name, workers=0)
         found.append(seen(data, augment, training=training))
     assert torch.equal(*found)
-
-
-def test_predict(trees: tuple[Path, Path]) -> None:
-    from accel_train.records.model_info import ModelInfo
-    from accel_train.tools.load_run import Preprocessing
-
-    info = ModelInfo(("a", "b"), 3, 32, None, (0.5,) * 3, (0.5,) * 3)
-    preprocessing = Preprocessing(info, Augment())
-    for path in sorted(trees[0].rglob("*.png")):
-        images = [decode(each.read_bytes(), 3) for each in (path, trees[1] / path.relative_to(trees[0]))]
-        assert torch.equal(*map(preprocessing.resize, images))
-
-
-def test_check_data_reads_them(trees: tuple[Path, Path], tmp_path: Path) -> None:
-    assert len(check_data(Data(name="folder", root=trees[0]), output=tmp_path / "list", processes=1).unreadable) == 0
-
-
-def test_hub_data(trees: tuple[Path, Path], tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    found = []
-    for root in trees:
-        splits = load_splits(Data(name=f"hfds/{root}", root=tmp_path / "cache"), 0)
-        found.append(list(splits.train.fetch(range(8))))
-    for images in zip(*found, strict=True):
-        assert all(torch.equal(image, images[0]) for image in images)

@@ -101,7 +101,7 @@ class TestInterpolation:
         for interpolation in ("bilinear", "bicubic"):
             augment = Augment(interpolation=interpolation, crop=crop)  # type: ignore[arg-type]
             for training in (True, False):
-                data = Data(name="folder", root=tmp_path, workers=0, reduced_decode=False)
+                data = Data(name="folder", root=tmp_path, workers=0)
                 splits = load_splits(data, 0)
                 order = TrainingSampler(Plan(4, 2, 1, 1), 0) if training else EvaluationSampler(4, 4)
                 config = Config(data=data, augment=augment)
@@ -117,21 +117,5 @@ class TestInterpolation:
             predicted = torch.cat([prepared.resize(image) for image in files])
             assert torch.equal(predicted, found[interpolation, False])
         for training in (True, False):
-            assert not torch.equal(found["bicubic", training], found["bilinear", training])
-
-    def test_of_a_jpeg_that_is_decoded_smaller(self, tmp_path: Path) -> None:
-        coarse = np.random.default_rng(0).integers(0, 256, (9, 9, 3), dtype=np.uint8)
-        (tmp_path / "train/a").mkdir(parents=True)
-        (tmp_path / "train/b").mkdir()
-        for name in "ab":
-            Image.fromarray(coarse).resize((200, 200)).save(tmp_path / f"train/{name}/1.jpg")
-        source = load_splits(Data(name="folder", root=tmp_path), 0).train
-        bilinear, bicubic = (
-            ImageTransform(Augment(interpolation=name, crop="resized"), 32, training=True)(
-                [source.open(0)],  # type: ignore[attr-defined]
-                torch.tensor([3]),  # type: ignore[attr-defined]
-            )
-            for name in ("bilinear", "bicubic")
-        )
-        difference = (bilinear.float() - bicubic.float()).abs()
-        assert 0 < difference.mean() < 10
+            differ = found["bicubic", training] != found["bilinear", training]
+            assert differ.flatten(1).any(1).all()

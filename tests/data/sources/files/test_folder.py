@@ -1,6 +1,8 @@
 """Folders with one folder for each class."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,28 +65,12 @@ def test_the_file_systems_order_does_not_matter(tmp_path: Path, monkeypatch: pyt
     expected = load(tmp_path, val_fraction=0.3)
     scandir = os.scandir
 
-    class Reversed:
-        def __init__(self, path):
-            self.entries = sorted(scandir(path), key=lambda entry: entry.name, reverse=True)
+    @contextmanager
+    def turned(path: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with scandir(path) as entries:
+            yield iter(sorted(entries, key=lambda entry: entry.name, reverse=True))
 
-        def __enter__(self):
-            return iter(self.entries)
-
-        def __iter__(self):
-            return iter(self.entries)
-
-        def __next__(self):
-            if not self.entries:
-                raise StopIteration
-            return self.entries.pop(0)
-
-        def __exit__(self, *error):
-            pass
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(os, "scandir", Reversed)
+    monkeypatch.setattr(os, "scandir", turned)
     found = load(tmp_path, val_fraction=0.3)
     assert names(found.train) == names(expected.train) and names(found.validation) == names(expected.validation)
 

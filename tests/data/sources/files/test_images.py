@@ -12,7 +12,7 @@ from PIL import Image
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import FileImages, find_images
-from accel_train.data.sources.files.images import ImageError, decode
+from accel_train.data.sources.files.images import ImageError, decode, to_tensor
 from accel_train.data.sources.files.index import SplitFiles
 from accel_train.data.sources.shared import StringArray
 from accel_train.errors import UserError
@@ -37,13 +37,22 @@ def test_rgb_in_every_format(format: str) -> None:
     assert torch.equal(decode(data, 3), torch.from_numpy(smooth()).permute(2, 0, 1))
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
+@pytest.mark.parametrize(
+    ("mode", "format"),
+    [
+        *((mode, "PNG") for mode in ("1", "L", "LA", "P", "RGB", "RGBA")),
+        *(("P", "GIF"), ("RGB", "JPEG2000"), ("RGB", "AVIF"), ("RGBA", "WEBP"), ("L", "JPEG"), ("CMYK", "JPEG")),
+        *(("CMYK", "TIFF"), ("YCbCr", "JPEG"), ("YCbCr", "TIFF")),
+    ],
+)
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [(1, 1), (5, 3)])
-def test_every_mode_becomes_what_was_asked_for(mode: str, channels: int, size: tuple[int, int]) -> None:
+def test_every_mode_becomes_what_was_asked_for(mode: str, format: str, channels: int, size: tuple[int, int]) -> None:
+    """From a file and from a PIL image, as those of a user's Dataset and of LoadedRun.transform."""
     image = Image.new("RGB", size, (200, 200, 200)).convert(mode)
-    data = encoded(image, "JPEG" if mode == "CMYK" else "PNG")
+    data = encoded(image, format)
     pixels = decode(data, channels)
+    assert torch.equal(to_tensor(Image.open(io.BytesIO(data)), channels), pixels)
     assert pixels.shape == (channels, size[1], size[0]) and pixels.dtype == torch.uint8
     if mode != "1":
         assert (pixels.float() - 200).abs().max() <= 6

@@ -317,17 +317,6 @@ def test_an_image_that_changed_is_refused_until_the_data_is_verified(
     assert "all 6 images are as their index says" in caplog.text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_to_verify_is_to_look_without_an_index(tmp_path: Path, kind: str, looks: list[Path]) -> None:
-    """A tar file whose size and time are the same, but whose content is not, has no other way to be noticed."""
-    root = make(tmp_path / "data", kind)
-    data = Data(name=kind, root=root / TABLE if kind == "csv" else root, verify=True)
-    found = [[source.name(i) for i in range(len(source))] for source in load.read_splits(data).sources.values()]
-    assert len(looks) == 1
-    assert found == [[source.name(i) for i in range(len(source))] for source in load.read_splits(data).sources.values()]
-    assert len(looks) == 2
-
-
 def test_a_changed_data_set_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = make(tmp_path / "data", "folder")
     with caplog.at_level("INFO", logger="accel_train"):
