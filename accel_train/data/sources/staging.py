@@ -45,7 +45,7 @@ from accel_train.errors import LOGGER, UserError, counted, is_terminal, needing,
 from accel_train.files import atomic_write, fsync, open_to_write, sha256
 from accel_train.launch.agreement import once_a_node
 from accel_train.launch.environment import in_job, is_first_process
-from accel_train.untrusted import MAX_JSON_BYTES, read_json_object
+from accel_train.untrusted import MAX_JSON_BYTES, read_json_object, read_regular_file
 
 SUFFIXES = {"tar": ".tar", "wds": ".tar", "hfds/parquet": ".parquet"}
 """--data.name of what can be staged -> how the names of its files end."""
@@ -167,7 +167,7 @@ class Storage:
             if (file := self.look_at(name)).size > MAX_JSON_BYTES:
                 raise UserError(f"{self.folder}/{name} has {file.size:,} bytes, more than such a file can have.")
             self.copy(file, Path(place, name))
-            return Path(place, name).read_text(errors="replace")
+            return read_regular_file(Path(place, name)).decode(errors="replace")
         return ""
 
     def _found(self) -> list[File]:
