@@ -92,6 +92,11 @@ class Service:
         text = json.dumps(self._read() | {self.name: self.memory}, indent=2) + "\n"
         atomic_write(self.run / FILE, text, durable=False)
 
+    def forget(self) -> None:
+        """Forget the run that was in the directory before this one."""
+        self.memory, self.id, self.last = {}, None, -1
+        self.keep()
+
     def begin(self) -> None:
         """Start the tracker."""
         raise NotImplementedError
@@ -231,7 +236,7 @@ class Trackers:
             case events.UpdateDone():
                 return self.warnings()
             case events.Started():
-                self.begin()
+                self.begin(resumed=event.resumed)
             case events.SaveCommitted():
                 self._asked.set()
             case events.Ended() if event.result is not None:
@@ -240,12 +245,12 @@ class Trackers:
                 return self.end(STOP_SECONDS)
         return ()
 
-    def begin(self) -> None:
-        self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
+    def begin(self, *, resumed: bool) -> None:
+        self._thread = threading.Thread(target=self._work, args=(resumed,), name="trackers", daemon=True)
         self._asked.set()
         self._thread.start()
 
-    def _work(self) -> None:
+    def _work(self, resumed: bool) -> None:
         """In the thread: send what is final whenever somebody asks, and once more at the end."""
         while self._services:
             self._asked.wait()
@@ -254,6 +259,8 @@ class Trackers:
             for service in self._services.copy():
                 try:
                     if service.tracker is None:
+                        if not resumed:
+                            service.forget()
                         service.begin()
                     send_final(self.run, service)
                     if is_ending:

@@ -136,9 +136,11 @@ class Training:
         self.directory = RunDirectory(run, writes=True)
         if not (run / "config.yaml").exists():
             (run / "config.yaml").write_text("about: {recipe: digits}\nepochs: 2\n")
+        if update == 0:
+            shutil.rmtree(run / "checkpoints", ignore_errors=True)
         self.directory.remove_lines_after(update, update % 10 == 0)
         self.trackers = Trackers(dataclasses.replace(CONFIG, trackers=tuple(names)), run)
-        self.trackers.begin()
+        self.trackers.begin(resumed=update > 0)
         self.update = update
 
     def train(self, updates: int, offset: float = 0.0) -> Training:
@@ -207,6 +209,12 @@ def test_mlflow_continues_one_run_and_gets_no_step_twice(tmp_path: Path, mlflow:
     times = {line["update"]: line["time"] for line in lines_of(tmp_path / "mine") if line["kind"] == "train"}
     assert next(value.timestamp for value in found.values if value.step == 3) == int(times[3] * 1000)
     assert found.data.params["optim.lr"] == 0.1
+
+
+def test_another_run_in_the_same_directory_is_another_run(tmp_path: Path, wandb: FakeWandB) -> None:
+    Training(tmp_path, ["wandb"]).train(12).kill()
+    Training(tmp_path, ["wandb"]).train(20).finish()
+    assert [len(found.rows) for found in wandb.runs.values()] == [10, 20]
 
 
 def test_a_tracker_that_fails_is_warned_of_once_and_the_others_go_on(tmp_path: Path, wandb: FakeWandB) -> None:
