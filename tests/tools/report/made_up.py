@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,7 @@ def made_up_run(
     test: Losses = (),
     ema: Losses = (),
     task: Task = ONE_LABEL,
-    epochs: int | None = None,
     data: dict[str, Any] | None = None,
-    result: dict[str, Any] | None = None,
-    status: dict[str, Any] | None = None,
     config: Config | None = None,
 ) -> RunRecords:
     """The records of a run with the classes `names` and ten updates an epoch. `train`, `val`, `test`, `ema` (of val):
@@ -46,45 +42,43 @@ def made_up_run(
         row = {"kind": "train", "update": update, "epoch": (update + 9) // 10, "loss": 1.0, "accuracy": 0.5}
         lines.append(row | {"lr": 0.1, "images_per_second": 500.0, "data_wait_fraction": 0.1})
     done = len(train) or 1
-    finished = {"epochs": done, "updates": 10 * done, "stopped_by": "epochs", "images_per_second": 500.0}
+    result = {"epochs": done, "updates": 10 * done, "stopped_by": "epochs", "images_per_second": 500.0}
     return RunRecords(
         Path("there is no such folder"),
-        config or dataclasses.replace(Config(), epochs=epochs or done, recipe="digits"),
+        config or Config(epochs=done, recipe="digits"),
         ModelInfo(tuple(names), 3, 32, None, (0.5,) * 3, (0.5,) * 3, task=task),
-        finished if result is None else result,
-        status or {"state": "finished", "epoch": done, "update": 10 * done, "updates": 10 * (epochs or done)},
+        result,
+        {"state": "finished", "epoch": done, "update": 10 * done, "updates": 10 * done},
         {"host": "here"},
         lines,
         data or {},
     )
 
 
-def made_up_evaluation(
-    names: Sequence[str], count: int, *, sure: float = 3.0, split: str = "test", seed: int = 0, **more: Any
-) -> dict[str, Any]:
-    """What evaluation-SPLIT.json holds for random logits; the true class's are higher by `sure`."""
-    numbers = np.random.default_rng(seed)
+def made_up_evaluation(names: Sequence[str], count: int) -> dict[str, Any]:
+    """What evaluation-test.json holds for random logits, of which the true class's are higher."""
+    numbers = np.random.default_rng(0)
     labels = numbers.integers(len(names), size=count)
     logits = numbers.normal(size=(count, len(names))).astype(np.float32)
-    logits[np.arange(count), labels] += sure
-    return evaluation_of(labels, logits, names, split) | more
+    logits[np.arange(count), labels] += 3
+    return evaluation_of(labels, logits, names)
 
 
-def evaluation_of(labels: Any, logits: Any, names: Sequence[str], split: str = "test") -> dict[str, Any]:
+def evaluation_of(labels: Any, logits: Any, names: Sequence[str]) -> dict[str, Any]:
     confusion = confusion_matrix(labels, logits.argmax(1), labels=range(len(names)))
     accuracy = float((labels == logits.argmax(1)).mean())
     figures = {"weights": "model.safetensors", "loss": 1.0, "accuracy": accuracy, "count": len(labels)}
     more = {"confusion": confusion.tolist(), "top5_accuracy": 0.9}
-    return {"split": split, "model": figures | added_metrics(logits, labels) | more}
+    return {"split": "test", "model": figures | added_metrics(logits, labels) | more}
 
 
-def evaluation_by_counts(confusion: Sequence[Sequence[int]], split: str = "test") -> dict[str, Any]:
-    """What evaluation-SPLIT.json holds for these counts [true class][predicted class]."""
+def evaluation_by_counts(confusion: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What evaluation-test.json holds for these counts [true class][predicted class]."""
     counts = np.array(confusion)
     labels = np.repeat(np.arange(len(counts)), counts.sum(1))
     predicted = np.concatenate([np.repeat(np.arange(len(counts)), row) for row in counts])
     logits = np.eye(len(counts), dtype=np.float32)[predicted]
-    return evaluation_of(labels, logits, [""] * len(counts), split)
+    return evaluation_of(labels, logits, [""] * len(counts))
 
 
 def several_labels_evaluation(names: Sequence[str], count: int, share: float) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_a_loss_that_evaluation_does_not_compute_is_apart(loss: str) -> None:
 
 
 def test_a_killed_run_does_not_train(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", None)
+    run = make_run(tmp_path / "run")
     (run / "result.json").unlink()
     status = {"state": "training", "epoch": 1, "update": 3}
     (run / "status.json").write_text(json.dumps(status))

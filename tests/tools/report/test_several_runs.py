@@ -19,7 +19,7 @@ FIRST, SECOND = [0.90, 0.91, 0.92], [0.94, 0.95, 0.97]
 
 def made(folder: Path, *words: object, accuracy: float | None = None, processes: int = 1, speed: float = 100.0) -> Path:
     figures: dict[str, Any] = {} if accuracy is None else {"test_accuracy": accuracy, "test_loss": 1 - accuracy}
-    return make_run(folder, None, *words, curves=True, world_size=processes, images_per_second=speed, **figures)
+    return make_run(folder, *words, world_size=processes, images_per_second=speed, **figures)
 
 
 @pytest.fixture
