@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from accel_train.data.sources.files.images import is_deep
 from accel_train.data.sources.splits import Source
-from accel_train.errors import UserError
+from accel_train.errors import UserError, first_of
 from accel_train.records.model_info import ModelInfo
 from accel_train.tools.export.formats import Loaded, prepare
 from accel_train.tools.load_run import LoadedRun, data_of_run
@@ -22,9 +23,8 @@ from accel_train.user_code.reference import short_name
 COUNT = 64  # images
 LARGEST_DIFFERENCE = 1e-3  # of logits, from equal inputs
 TIE = 0.01
-"""Two classes to which `predict` gives probabilities that differ by less are a tie: Pillow and torchvision round
+"""Classes to which `predict` gives probabilities that differ by less count as the same: Pillow and torchvision round
 differently, so pixels may differ by 1 of 255."""
-BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,16 @@ def real_images(run: LoadedRun, folder: Path, *, trust_code: bool) -> Images:
 def _of_source(name: str, source: Source, run: LoadedRun, folder: Path) -> Images:
     """Raises UserError if no image can be read."""
     inputs, files = [], []
-    mistake: UserError | None = None
     for id in np.unique(np.linspace(0, len(source) - 1, COUNT).round().astype(int)).tolist():
         try:
             pixels = torch.as_tensor(source.fetch([id])[0]).cpu()
-        except UserError as error:
-            mistake = error
+        except UserError:
             continue
         inputs.append(run.transform(pixels))
         if run.info.takes_files:
             files.append(_as_file(Path(source.name(id)), pixels, folder / f"{id}.png"))
     if not inputs:
-        raise mistake or UserError("the data has no images.")
+        raise UserError("none of the images that were tried can be read")
     described = f"{len(inputs)} images of {name}"
     return Images(described, torch.stack(inputs), tuple(files))
 
@@ -88,61 +86,42 @@ def _random(info: ModelInfo, reason: str) -> Images:
     return Images(f"8 random inputs ({reason})", inputs, ())
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What the comparison has found: lines for the user, and failures among them."""
+def check(run: LoadedRun, exported: Loaded, rules: dict[str, Any], images: Images) -> Iterator[str]:
+    """Compare an export with the run's model, both on the CPU, on the same images; yield a line for each comparison.
 
-    lines: tuple[str, ...]
-    failures: tuple[str, ...]
-
-
-def check(run: LoadedRun, exported: Loaded, rules: dict[str, Any], images: Images) -> Comparison:
-    """Compare an export with the run's model, both on the CPU, on the same images."""
-    info = run.info
-    lines, failures = [], []
-    expected = _logits(run.model, images.inputs)
-    difference = max(
-        float((expected - _logits(exported, images.inputs)).abs().max()),
-        float((expected[:1] - _logits(exported, images.inputs[:1])).abs().max()),  # a batch of 1
-    )
-    lines.append(f"equal inputs: logits differ by at most {difference:.1e}, for {images.described}")
+    Raises UserError if they differ.
+    """
+    all_and_one = images.inputs, images.inputs[:1]
+    differences = [_logits(run.model, inputs) - _logits(exported, inputs) for inputs in all_and_one]
+    difference = float(torch.cat(differences).abs().max())
+    yield f"equal inputs: logits differ by at most {difference:.1e}, for {images.described}"
     if not difference <= LARGEST_DIFFERENCE:  # also if it is NaN
-        failures.append(
-            f"from equal inputs the logits differ by up to {difference:.3g}, more than {LARGEST_DIFFERENCE}"
-        )
+        raise _refused(f"from equal inputs the logits differ by up to {difference:.3g}, more than {LARGEST_DIFFERENCE}")
     if not images.files:
-        lines.append("from files: not compared, because there are no image files of the run's data here")
-        return Comparison(tuple(lines), tuple(failures))
+        yield "from files: not compared, because there are no image files of the run's data here"
+        return
 
-    threshold = None if info.task.threshold is None else 0.0  # all classes
-    same, ties, different = 0, 0, []
-    pixels = 0.0
-    for prediction, wanted in zip(run.classify(images.files, None, threshold), images.inputs, strict=True):
+    threshold = None if run.info.task.threshold is None else 0.0  # all classes
+    count, different = 0, []
+    for prediction in run.classify(images.files, None, threshold):
         if prediction.error:
             continue
+        count += 1
         inputs = torch.from_numpy(prepare(prediction.image, rules).copy())
-        deviation = (inputs - wanted).abs() * torch.tensor(info.std)[:, None, None] * info.full_scale
-        pixels = max(pixels, float(deviation.max()))
-        said = info.classes[int(_logits(exported, inputs[None]).argmax())]
+        said = run.classes[int(_logits(exported, inputs[None]).argmax())]
         chances = dict(zip(prediction.classes, prediction.probabilities, strict=True))
-        if said == prediction.classes[0]:
-            same += 1
-        elif prediction.probabilities[0] - chances[said] < TIE:
-            ties += 1
-        else:
+        if not chances[said] > prediction.probabilities[0] - TIE:
             different.append(f"{prediction.image} ({prediction.classes[0]} by predict, {said} here)")
-    count = same + ties + len(different)
-    tied = f", and {ties} where predict's two best classes are within {TIE:.0%}" if ties else ""
-    lines.append(
-        f"from files by preprocess.json: the same class as predict for {same} of {count} images{tied}; "
-        f"pixels differ by at most {pixels:.1f} of 255"
-    )
+    yield f"from files by preprocess.json: the same class as predict for {count - len(different)} of {count} images"
     if different:
-        shown = ", ".join(different[:3]) + (" …" if len(different) > 3 else "")
-        failures.append(f"from files {len(different)} of {count} images get another class than by predict: {shown}")
-    return Comparison(tuple(lines), tuple(failures))
+        shown = first_of(different)
+        raise _refused(f"from files {len(different)} of {count} images get another class than by predict: {shown}")
+
+
+def _refused(reason: str) -> UserError:
+    return UserError(f"{reason}. The export was not written.", code=1)
 
 
 def _logits(model: Loaded | nn.Module, inputs: Tensor) -> Tensor:
     with torch.inference_mode():
-        return torch.cat([model(batch).float() for batch in torch.split(inputs, BATCH)])
+        return model(inputs).float()

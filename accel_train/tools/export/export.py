@@ -7,20 +7,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from accel_train.errors import LOGGER, UserError, writing
+from accel_train.errors import LOGGER, UserError, first_of, writing
 from accel_train.files import fsync, set_default_permissions
 from accel_train.launch.environment import Launch
 from accel_train.task import SEVERAL_LABELS
-from accel_train.tools.evaluate_run import interval_of
 from accel_train.tools.export.compare import check, real_images
-from accel_train.tools.export.formats import FILE, FORMATS, OPSET, check_installed, rules_of, timm_architecture
+from accel_train.tools.export.formats import FILE, FORMATS, OPSET, check_format, rules_of
 from accel_train.tools.load_run import LoadedRun, load
 from accel_train.tools.report.records import RunRecords, read_run
-from accel_train.untrusted import read_json_object
 from accel_train.user_code.reference import short_name
 
 
@@ -49,13 +46,11 @@ def export(
     Raises UserError, also if the export does not give what the run's model gives; then nothing has been written.
     """
     launch.check_alone("export")
-    check_installed(format)
     shown = output or run / f"export-{format}"
     output = shown.resolve()
     _check_free(output)
     loaded = load(run, checkpoint, weights=weights, trust_code=trust_code)
-    if format == "timm":
-        timm_architecture(loaded.config.model)
+    check_format(format, loaded.config.model)
     LOGGER.info(loaded.title)
 
     rules = rules_of(loaded.info, loaded.config.augment)
@@ -71,12 +66,11 @@ def export(
             (folder / FILE).write_text(json.dumps(rules, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             write, reload = FORMATS[format]
             write(loaded, rules, folder)
-            found = check(loaded, reload(folder), rules, compared)
-            for line in found.lines:
+            checked = []
+            for line in check(loaded, reload(folder), rules, compared):
                 LOGGER.info(line)
-            if found.failures:
-                raise UserError(f"{'; '.join(found.failures)}. The export was not written.", code=1)
-            (folder / "README.md").write_text(model_card(loaded, format, found.lines), encoding="utf-8")
+                checked.append(line)
+            (folder / "README.md").write_text(model_card(loaded, format, checked), encoding="utf-8")
             for path in list(folder.iterdir()):
                 set_default_permissions(path)
                 fsync(path)
@@ -92,8 +86,6 @@ def _check_free(output: Path) -> None:
     if output.exists() and (there := sorted(path.name for path in output.iterdir())):
         raise UserError(f"--output: {output} is not empty (found {there[0]}); remove it, or name another folder.")
 
-
-SHOWN = 50  # at most so many names of classes
 
 USE = {
     "timm": """```python
@@ -116,12 +108,12 @@ def model_card(loaded: LoadedRun, format: str, checked: Sequence[str]) -> str:
     """The text of README.md. `checked`: what the comparison found."""
     run, config, info = read_run(loaded.path), loaded.config, loaded.info
     model, data = short_name("model.name", config.model.name), short_name("data.name", config.data.name)
-    tags = ["accel-train", "image-classification", *({format} & {"timm", "onnx"})]
-    head = {"pipeline_tag": "image-classification", "tags": tags}
-    head |= {"library_name": format} if format in tags else {}
+    head = {"pipeline_tag": "image-classification", "tags": ["accel-train", "image-classification"]}
+    head |= {} if format == "pt2" else {"library_name": format}  # of the hub's libraries
     of_ema = ", the exponential moving average (EMA) of the weights" if loaded.weights.stem == "ema" else ""
-    names = ", ".join(info.classes[:SHOWN]) + (" …" if len(info.classes) > SHOWN else "")
-    labels = ["- an image may have several labels, or none"] if info.task is SEVERAL_LABELS else []
+    trained_on = run.result.get("train_images")
+    images = f", {trained_on:,} images to train on" if trained_on else ""
+    several = ", of which an image may have several, or none" if info.task is SEVERAL_LABELS else ""
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=True)}---",
         f"# {model} on {data}",
@@ -130,7 +122,7 @@ def model_card(loaded: LoadedRun, format: str, checked: Sequence[str]) -> str:
         USE[format],
         f"`{FILE}` says how an image file becomes the input, and what the outputs are called.",
         "## Data",
-        "\n".join([_images(run, data), f"- {len(info.classes)} classes: {names}", *labels]),
+        f"- data set: {data}{images}\n- {len(info.classes)} classes{several}: {first_of(info.classes, 50)}",
         "## Metrics",
         "\n".join(_metrics(run, loaded.weights)),
         "## Checks",
@@ -140,35 +132,15 @@ def model_card(loaded: LoadedRun, format: str, checked: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _images(run: RunRecords, data: str) -> str:
-    counted = {"train on": run.result.get("train_images"), "test on": run.result.get("test_images")}
-    counts = [f"{count:,} to {word}" for word, count in counted.items() if count]
-    return f"- data set: {data}" + (f", images: {' and '.join(counts)}" if counts else "")
-
-
 def _metrics(run: RunRecords, weights: Path) -> list[str]:
-    """Those of the last `accel-train evaluate` of these weights, else those of the training's last evaluation."""
-    splits = ("test", "val")
-    split, record = next(((s, r) for s in splits if (r := _evaluation(run, s, weights))), ("", {}))
-    if not record and weights.parent == run.path:  # not of a checkpoint
+    """Those of the training's last evaluation of these weights."""
+    if weights.parent == run.path:
         split, record = run.newest_evaluation(weights.stem)
-    lines = [
-        f"- {metric.name.replace('_', ' ')}: {metric.show(record[metric.name])}"
-        for metric in run.metrics
-        if len(run.info.classes) >= metric.fewest_classes and record.get(metric.name) is not None
-    ]
-    if not lines:
-        return ["The model has not been evaluated."]
-    if (interval := interval_of(record)) is not None:
-        lines.append(f"- 95% interval of the accuracy (Wilson): {interval[0]:.1%} to {interval[1]:.1%}")
-    return [f"On the {split} split, {record['count']:,} images:", "", *lines]
-
-
-def _evaluation(run: RunRecords, split: str, weights: Path) -> dict[str, Any] | None:
-    """The metrics of `accel-train evaluate`, if they are of the exported weights."""
-    try:
-        record = read_json_object(run.path / f"evaluation-{split}.json")[weights.stem]
-        same = (run.path / record["weights"]).resolve() == weights.resolve()
-        return record if same and isinstance(record["count"], int) else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+        lines = [
+            f"- {metric.name.replace('_', ' ')}: {metric.show(record[metric.name])}"
+            for metric in run.metrics
+            if len(run.info.classes) >= metric.fewest_classes and record.get(metric.name) is not None
+        ]
+        if lines:
+            return [f"On the {split} split, {record['count']:,} images:", "", *lines]
+    return ["The training has not evaluated these weights; `accel-train evaluate` does."]

@@ -19,28 +19,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image, ImageOps
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from accel_train.config.schema import Augment, Model
 from accel_train.data.transforms.parameters import crop_fraction, resize_default
 from accel_train.errors import UserError, needing, reason_of
-from accel_train.models.factory import more_arguments
-from accel_train.models.nets import NETS, TORCHVISION
+from accel_train.models.factory import is_timms, more_arguments
 from accel_train.records.model_info import ModelInfo
 from accel_train.task import SEVERAL_LABELS
 from accel_train.tools.load_run import LoadedRun
-from accel_train.user_code.reference import parse_reference, short_name
+from accel_train.user_code.reference import short_name
 
 FILE = "preprocess.json"
-VERSION = 1
 
 
 def rules_of(info: ModelInfo, augment: Augment) -> dict[str, Any]:
     """The content of preprocess.json: what `Preprocessing` does."""
     files = info.takes_files
     return {
-        "version": VERSION,
+        "version": 1,
         "mode": {1: "L", 3: "RGB"}[info.channels] if files else None,
         "steps": _steps(info, augment) if files else None,
         "interpolation": augment.interpolation,  # the name is Pillow's, too
@@ -93,24 +90,23 @@ def prepare(file: Path, rules: dict[str, Any]) -> npt.NDArray[np.float32]:
 OPSET = 18  # read by onnxruntime from 1.14 on
 INPUT, OUTPUT = "images", "logits"
 DYNAMIC_BATCH: Any = ({0: torch.export.Dim("batch", min=1)},)
-LARGEST_ONNX = 1_900_000_000
-"""Bytes: protobuf's limit is 2 GiB, so the weights of larger models get a file of their own."""
-
 Loaded = Callable[[Tensor], Tensor]
 """float32 [b, channels, size, size] to logits [b, classes], both on the CPU."""
 
 
-def check_installed(format: str) -> None:
-    """Raise UserError if the packages of a format are missing."""
+def check_format(format: str, model: Model) -> None:
+    """Raise UserError if the packages of a format are missing, or if it is timm and the architecture is not timm's."""
     if format == "onnx":
         with needing("--format onnx needs onnx, onnxruntime and onnxscript: pip install 'accel-train[export]'."):
             for name in ("onnx", "onnxruntime", "onnxscript"):
                 __import__(name)
+    if format == "timm" and not is_timms(model.name):
+        name = short_name("model.name", model.name)
+        raise UserError(f"--format timm: {name} is not an architecture of timm's; use --format onnx or pt2.")
 
 
 def write_onnx(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
     """Write model.onnx; its metadata has the content of preprocess.json."""
-    size = sum(tensor.nbytes for tensor in run.model.state_dict().values())
     with quietly("onnx"):
         program: Any = torch.onnx.export(
             run.model,
@@ -123,7 +119,7 @@ def write_onnx(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
             verbose=False,
         )
         program.model.metadata_props[FILE] = json.dumps(rules)
-        program.save(str(folder / "model.onnx"), external_data=size > LARGEST_ONNX)
+        program.save(str(folder / "model.onnx"))  # beyond 1.5 GiB with the weights in a file of their own
 
 
 def load_onnx(folder: Path) -> Loaded:
@@ -170,61 +166,33 @@ def quietly(format: str) -> Iterator[None]:
         logging.disable(disabled)
 
 
-# Entries of timm's model configuration that determine the model's shape and input. Others name files and addresses.
-KEPT = (
-    "input_size", "fixed_input_size", "pool_size", "first_conv", "classifier", "mean", "std", "interpolation",
-    "crop_pct",
-)  # fmt: skip
-
-
-def timm_architecture(model: Model) -> tuple[str, dict[str, Any]]:
-    """timm's name of the run's architecture, and the arguments that it is created with.
-
-    Raises UserError if timm has no such architecture.
-    """
-    arguments = more_arguments(model)
-    of_others = model.name in NETS or model.name.startswith(TORCHVISION)
-    if of_others or parse_reference("model.name", model.name) is not None:
-        name = short_name("model.name", model.name)
-        raise UserError(f"--format timm: {name} is not an architecture of timm's; use --format onnx or pt2.")
-    return model.name.partition(".")[0], arguments
+# Entries of timm's model configuration that are still true after a training.
+KEPT = ("architecture", "fixed_input_size", "first_conv", "classifier")
 
 
 def write_timm(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
-    """Write config.json and model.safetensors."""
-    import timm
+    """Write config.json and model.safetensors, as timm itself does for the hub."""
+    from timm.models import save_for_hf
 
-    settings, info = run.config.model, run.info
-    name, arguments = timm_architecture(settings)
-    published = timm.models.get_pretrained_cfg(name).to_dict()
-    size, last = info.image_size, (rules["steps"] or [{"resize": info.image_size}])[-1]
-    config = {key: published[key] for key in KEPT if published.get(key) is not None} | {
-        "input_size": [info.channels, size, size],
-        "mean": list(info.mean),
-        "std": list(info.std),
+    model: Any = run.model
+    info, published, arguments = run.info, model.pretrained_cfg, more_arguments(run.config.model)
+    size = info.image_size
+    config = {key: published[key] for key in KEPT if key in published} | {
+        "input_size": (info.channels, size, size),
+        "mean": info.mean,
+        "std": info.std,
         "interpolation": rules["interpolation"],
-        "crop_pct": crop_fraction(size, last["resize"]),
+        "crop_pct": crop_fraction(size, rules["steps"][-1]["resize"]) if rules["steps"] else 1.0,
         "crop_mode": "center",
     }
-    if tuple(published.get("input_size", ())[1:]) != (size, size):
-        config.pop("pool_size", None)
     if published.get("fixed_input_size"):
         arguments["img_size"] = info.training_size
     if info.channels != 3:
         arguments["in_chans"] = info.channels
-        config.pop("first_conv", None)  # else timm would adapt the first layer from three channels once more
-    description = {
-        "architecture": name,
-        "num_classes": len(info.classes),
-        "label_names": list(info.classes),
-        "model_args": arguments,
-        "pretrained_cfg": config,
-    }
-    (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
-    tensors = {
-        key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in run.model.state_dict().items()
-    }
-    save_file(tensors, folder / "model.safetensors")
+        config.pop("first_conv", None)  # else timm might adapt the first layer from three channels once more
+    model.pretrained_cfg = config
+    with quietly("timm"):
+        save_for_hf(model, folder, {"label_names": info.classes}, arguments, safe_serialization=True)
 
 
 def load_timm(folder: Path) -> Loaded:

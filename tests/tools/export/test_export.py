@@ -106,8 +106,6 @@ def test_onnx_of_the_digits(digits: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_pt2_with_the_weights_of_the_model(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["evaluate", str(digits)]) == 0
-    evaluation = json.loads((digits / "evaluation-test.json").read_text())["model"]
     assert exported(digits, "pt2", "--weights", "model", "--output", tmp_path / "there" / "net") == 0
     folder = tmp_path / "there" / "net"
     extra = {"preprocess.json": ""}
@@ -119,10 +117,13 @@ def test_pt2_with_the_weights_of_the_model(digits: Path, tmp_path: Path, capsys:
         inputs = torch.randn(count, 1, 8, 8)
         with torch.inference_mode():
             assert (program.module()(inputs) - model(inputs)).abs().max() < 1e-3
-    low, high = evaluation["accuracy_interval"]
     card = (folder / "README.md").read_text()
-    assert f"- accuracy: {evaluation['accuracy']:.2%}\n" in card
-    assert f"- 95% interval of the accuracy (Wilson): {low:.1%} to {high:.1%}\n" in card
+    result = json.loads((digits / "result.json").read_text())
+    assert f"- accuracy: {result['test_accuracy']:.2%}\n" in card
+    newest = max((digits / "checkpoints").iterdir())
+    words = ("--weights", "model", "--checkpoint", newest, "--output", tmp_path / "other")
+    assert exported(digits, "pt2", *words) == 0
+    assert "The training has not evaluated these weights" in (tmp_path / "other" / "README.md").read_text()
 
     (digits / "ema.safetensors").unlink()
     capsys.readouterr()
