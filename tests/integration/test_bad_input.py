@@ -1,7 +1,6 @@
 """A new user's mistakes: one helpful line, exit code 2, no traceback, and no incomplete file."""
 
 import contextlib
-import subprocess
 from pathlib import Path
 
 import helpers
@@ -68,18 +67,12 @@ def test_directory_that_cannot_have_checkpoints(capsys: pytest.CaptureFixture[st
 
 
 def test_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("run").mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "run"], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"a small file system can be mounted by root only: {made.stderr.strip()}")
-    try:
+    with helpers.small_disk(Path("run"), "64k"):
         Path("run/checkpoints").mkdir()
         with Path("run/rubbish").open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(4096))
         assert "No space left on device" in refused(capsys, "digits", "--output-dir", "run")
-    finally:
-        subprocess.run(["umount", "-l", "run"], check=True)
 
 
 def test_folders(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,13 +53,6 @@ def test_a_table_replaces_the_last_one_and_is_compared_with_it(tmp_path: Path, d
     assert stored == {"one": figures(110.0, 109.0, 111.0), "two": figures(1.0, 1.0, 1.0)}
 
 
-def test_a_page_without_a_place_for_the_table_is_an_error(tmp_path: Path, document: Any) -> None:
-    (tmp_path / "benchmarks.md").write_text("nothing\n")
-    with pytest.raises(SystemExit, match="expected one part"):
-        document.write("one", "table", {}, tmp_path)
-    assert not (tmp_path / "benchmarks.json").exists()
-
-
 def test_the_page_has_a_place_for_each_table() -> None:
     page = (helpers.ROOT / "docs" / "benchmarks.md").read_text()
     for name in ("compare", "input", "waiting", "scaling", "race", "torture"):
@@ -96,19 +89,6 @@ def test_each_contestant_tells_how_far_it_is(script: tuple[str, ...]) -> None:
     lines = [json.loads(found) for found in re.findall(r'\{"update".*\}', done.stdout)]
     assert [line["update"] for line in lines] == [2, 4]
     assert all(line["images_per_second"] > 0 for line in lines)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["tutorial.py", "timm_loader.py", "lightning_script.py"])
-def test_each_trainer_tells_its_test_accuracy_after_each_epoch(script: str) -> None:
-    if script == "lightning_script.py":
-        pytest.importorskip("lightning")
-    words = ["mnist_cnn", "--seed", "1", "--images", "256", "--updates", "8", "--evaluate"]  # four updates an epoch
-    done = helpers.python(BENCHMARKS / script, *words)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(found) for found in re.findall(r'\{"epoch".*\}', done.stdout)]
-    assert [line["epoch"] for line in lines] == [1, 2]
-    assert all(0 < line["accuracy"] <= 1 for line in lines)
 
 
 COUNTER = """

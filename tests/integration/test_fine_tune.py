@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from accel_train.config.schema import Config, Model, Origin
 from accel_train.errors import UserError
 from accel_train.records.model_info import read_model_info
 from accel_train.run.start import find_file
@@ -147,18 +146,3 @@ def test_bad_weights_are_one_line(tmp_path: Path, file: Path) -> None:
     refused(helpers.run(*words, text, processes=2), "text.safetensors cannot be read")
     refused(helpers.run(*words, file, "--model.name", "test_vit", "--model.image-size", 32), "is of another model")
     refused(helpers.run(*words, file, "--model.pretrained", "true"), "begins from one of them")
-
-
-def test_origins_are_compared_by_content() -> None:
-    from accel_train.config.compatibility import differences
-    from accel_train.config.schema import as_dict
-
-    def config(path: str, sha256: str) -> Config:
-        return Config(model=Model(weights=Path(path)), origin=Origin(weights=path, sha256=sha256))
-
-    saved = as_dict(config("/a", "12"))
-    assert differences(saved, config("/b", "12")) == {}
-    assert differences(saved, config("/a", "34")) == {"model.weights": "/a (sha256 12) -> /a (sha256 34)"}
-    assert differences(saved, Config()).keys() == {"model.weights"}
-    assert differences(as_dict(Config()), config("/a", "12")).keys() == {"model.weights"}
-    assert differences({}, Config()) == {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +82,6 @@ def codes(run: Path, work: Path, *more: Path) -> dict[str, int]:
     assert "Traceback" not in done.stderr, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("CODE ")]
     return {name: int(code) for _, name, code in lines}
-
-
-@pytest.mark.slow
-def test_a_model_that_is_a_function_of_the_standard_library(digits_run: Path, tmp_path: Path) -> None:
-    run, marker = Path(shutil.copytree(digits_run, tmp_path / "run")), tmp_path / "was-run"
-    source = Path(str(subprocess.__file__))
-    hostile(run, "model.name", "subprocess:getoutput", source, kwargs=json.dumps({"cmd": f"touch {marker}"}))
-    trap = tmp_path / "a_trap.py"
-    trap.write_text(TRAP.format(marker=str(marker)))
-    hostile(run, "augment.own", f"{trap}:call", trap)  # of training images, which a report shows
-    found = codes(run, tmp_path / "work")
-    assert not marker.exists()
-    assert found == {
-        "predict": 2, "evaluate": 2, "report": 0, "export": 2, "track": 0, "runs": 0, "bench": 2,
-        "doctor": 2, "train": 0, "load_run": 2, "api.evaluate": 2, "api.predict": 2,
-    }  # fmt: skip
 
 
 @pytest.mark.ci

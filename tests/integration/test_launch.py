@@ -276,53 +276,32 @@ def test_rank_0_missing_port_taken_rank_twice_and_world_unlike() -> None:
         assert codes[0] == 2 and not worlds and "expects 2 processes, but rank 1" in text
 
 
+# The meeting alone, which needs no GPU: a process says which one it has; SIGNALLED: it gets SIGTERM while it waits.
+MEETING = """
+import os, signal, sys, threading
+from accel_train.errors import UserError
+from accel_train.launch import environment, process, rendezvous
+rendezvous.AFTER_SIGTERM_SECONDS = 1.0
+if "SIGNALLED" in os.environ:
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+signal.signal(signal.SIGTERM, process.record_stop_signal)
+try:
+    store = rendezvous.rendezvous_of_ranks(environment.prepare_environment(), "GPU-1", 100)
+except UserError as error:
+    print(error)
+"""
+
+
 @pytest.mark.ci
 def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -> None:
-    """The meeting alone, which needs no GPU: processes say which one they have, and are told to end while they wait."""
-    program = (
-        "import os, signal, sys, threading; from accel_train.launch import environment, process, rendezvous\n"
-        "from accel_train.errors import UserError\n"
-        "rendezvous.AFTER_SIGTERM_SECONDS = 1.0\n"
-        "if len(sys.argv) > 2: threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
-        "signal.signal(signal.SIGTERM, process.record_stop_signal)\n"
-        "try: store = rendezvous.rendezvous_of_ranks(environment.prepare_environment(), sys.argv[1], 60)\n"
-        "except UserError as error: print(error)\n"
-    )
-
-    def meet(rank: int, port: str, *words: str) -> helpers.Captured:
-        return by_hand(rank, port, 2, "-c", program, *words)
-
+    """Else a rank that finds nobody waits for --rendezvous-timeout-seconds, beside the next start of the job."""
     port = helpers.free_port()
-    told = meet(0, helpers.free_port(), "GPU-1", "and SIGTERM")
-    _, _, text = finish(*(meet(rank, port, "GPU-1") for rank in range(2)))
+    told = [by_hand(rank, helpers.free_port(), 2, "-c", MEETING, SIGNALLED="1") for rank in range(2)]
+    _, _, text = finish(*(by_hand(rank, port, 2, "-c", MEETING) for rank in range(2)))
     assert "Ranks 0-1 on " in text and "share one GPU (GPU-1)" in text and "--share-gpus true" in text
-    _, _, text = finish(told)
+    _, _, text = finish(*told)
     assert "1 of 2 processes met within " in text and "Missing: ranks 1. SIGTERM came meanwhile" in text
-
-
-@pytest.mark.ci
-def test_a_rank_that_finds_nobody_does_not_outlive_sigterm() -> None:
-    """It waited for --rendezvous-timeout-seconds, ten minutes, beside the next start of the job."""
-    program = (
-        "import os, signal, sys, threading; from accel_train.launch import environment, process, rendezvous\n"
-        "from accel_train.errors import UserError\n"
-        "rendezvous.AFTER_SIGTERM_SECONDS = 1.0\n"
-        "threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
-        "signal.signal(signal.SIGTERM, process.record_stop_signal)\n"
-        "try: store = rendezvous.rendezvous_of_ranks(environment.prepare_environment(), '', 100)\n"
-        "except UserError as error: print(error)\n"
-    )
-    text = by_hand(1, helpers.free_port(), 2, "-c", program).communicate(timeout=60)[0]
-    assert "found nobody at 127.0.0.1" in text and "SIGTERM came meanwhile" in text
-
-
-@pytest.mark.slow
-def test_accelerate_that_starts_one_process_instead_of_several_is_an_error() -> None:
-    codes, worlds, text = finish(
-        start("accelerate", "launch", "--cpu", "--num_processes=2", "--num_machines=1", PROGRAM)
-    )
-    assert codes != [0] and not worlds
-    assert "UserError: accelerate launch was asked for several processes but started only one" in text
+    assert re.search("found nobody at 127.0.0.1.*SIGTERM came meanwhile", text)
 
 
 def test_processes_that_disagree_are_named() -> None:

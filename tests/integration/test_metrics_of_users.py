@@ -208,25 +208,6 @@ def test_it_may_change_in_a_run_unless_it_decides_what_is_best(mine: Path, tmp_p
 
 
 @pytest.mark.ci
-def test_one_that_cannot_be_used_is_told_before_the_first_update(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text(
-        "def f1s(logits, targets):\n    return logits.mean(0)\n\ndef bad(logits, targets):\n    return logits[0, 99]\n"
-    )
-    for name, message in (
-        ("f1s", "mine.py:f1s: returned float32 [10]; expected one number."),
-        (
-            "bad",
-            "index 99 is out of bounds for dimension 1 with size 10 (mine.py, line 5, in bad: `return logits[0, 99]`)",
-        ),
-    ):
-        done = helpers.run(*DIGITS, "--metrics", f"{mine}:{name}", "--output-dir", tmp_path / "run", processes=2)
-        assert done.returncode == 2 and message in done.stderr
-        assert done.stderr.count("accel-train: error") == 1
-        assert not list((tmp_path / "run").glob("checkpoints/update-*"))
-
-
-@pytest.mark.ci
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_objects_of_python_are_metrics_by_their_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def balanced(logits: Tensor, targets: Tensor) -> float:
@@ -254,40 +235,3 @@ def test_objects_of_python_are_metrics_by_their_names(tmp_path: Path, caplog: py
     for name in ("top5_accuracy", "accuracy"):
         with pytest.raises(UserError, match=name):
             train(*DIGITS, metrics={name: balanced}, output_dir=tmp_path / "other")
-
-
-DATASET = """
-import torch
-from torch.utils.data import Dataset
-
-class Squares(Dataset):
-    classes = ["dark", "light", "grey"]
-
-    def __init__(self, count):
-        self.targets = [i * i % 3 for i in range(count)]
-
-    def __len__(self):
-        return len(self.targets)
-
-    def __getitem__(self, i):
-        generator = torch.Generator().manual_seed(i)
-        image = torch.randint(0, 100, (1, 8, 8), generator=generator, dtype=torch.uint8) + 50 * self.targets[i]
-        return image, self.targets[i]
-
-def data():
-    return {"train": Squares(60), "test": Squares(37)}
-"""
-
-
-@pytest.mark.slow
-def test_batches_of_workers_come_in_the_order_of_the_samples_too(mine: Path, tmp_path: Path) -> None:
-    (tmp_path / "data.py").write_text(DATASET)
-    words = ("digits", "--data.name", f"{tmp_path}/data.py:data", "--epochs", "1", "--bitwise", "true")
-    words += ("--batch-size", "12", "--eval-batch-size", "5", *chosen(mine))
-    found = []
-    for processes, workers in ((1, 0), (2, 2), (3, 1)):
-        run = tmp_path / f"run{processes}"
-        done = helpers.run(*words, "--data.workers", workers, "--output-dir", run, processes=processes)
-        assert done.returncode == 0, done.stderr
-        found.append({name: result(run)[f"test_{name}"] for name in NAMES})
-    assert found[0] == found[1] == found[2]

@@ -32,6 +32,7 @@ import torch
 from PIL import Image
 from pretend_cuda import Done, Pretended
 from safetensors.torch import load_file
+from test_recipes_run import small
 
 from accel_train.cli import main
 from accel_train.config.options import parse
@@ -402,32 +403,16 @@ def test_pixels_of_shards(gpu: Pretended, photos: Path, tmp_path: Path) -> None:
     assert done.waits[2:5] == [READ_LATER] * 3
 
 
-RECIPE_DATA = {"mnist": (1, 28), "fashion_mnist": (1, 28), "cifar10": (3, 32)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str) -> None:
     """With its own augmentation, optimizer, schedule and accumulation, on data of the shape that it is for."""
-    config = parse([recipe])
-    words = ["--epochs", "1", "--batch-size", "4", "--data.train-limit", "12", "--log-every-updates", "3"]
-    if config.micro_batch_size is not None:
+    words = [*small(recipe, photos / "train", photos), "--data.train-limit", "12", "--batch-size", "4"]
+    words += ["--log-every-updates", "3", "--output-dir", str(tmp_path / "run")]
+    if "--micro-batch-size" in words:
         words += ["--micro-batch-size", "2", "--virtual-batch-size", "2"]
-    elif config.virtual_batch_size is not None:
-        words += ["--virtual-batch-size", "4"]
-    if config.model.eval_image_size is not None:
-        words += ["--model.eval-image-size", "72"]
-    if config.schedule.warmup_epochs:
-        words += ["--schedule.warmup-epochs", "0.5"]
-    if config.data.name == "folder":
-        words += ["--data.root", str(photos / "train" if config.data.test_fraction else photos), "--data.workers", "0"]
-        words += ["--model.image-size", "64", "--augment.resize", "72", "--augment.crop-fraction", "none"]
-    elif config.data.name in RECIPE_DATA:
-        channels, size = RECIPE_DATA[config.data.name]
-        words += ["--data.name", "synthetic", "--data.channels", str(channels), "--model.image-size", str(size)]
-    if any(name in config.model.name for name in ("alexnet", "resnet50", "vit_b", "convnext")):
+    if any(name in parse([recipe]).model.name for name in ("alexnet", "resnet50", "vit_b", "convnext")):
         words += ["--model.name", "test_resnet"]  # their many weights take long
-    words += ["--data.test-limit", "4", "--eval-batch-size", "4", "--output-dir", str(tmp_path / "run")]
     done = succeeded(gpu("train", recipe, *words))
     assert done.waits[1] == READ_LATER
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -441,43 +426,6 @@ def test_waits_of_each_policy_and_precision(gpu: Pretended, tmp_path: Path, poli
     words = ("--on-nonfinite", policy, "--output-dir", tmp_path / "run")
     done = succeeded(gpu("train", "digits", *SMALL, *words, precision=precision))
     assert quiet_updates(done) == [READ_NOW if policy == "skip" else READ_LATER] * 3
-
-
-def exploding(folder: Path, optimizer: str) -> Path:
-    """39 black images and a white one, which this `std` makes larger than a float32 can be."""
-    for split, count in (("train", 40), ("test", 4)):
-        for number in range(count):
-            path = folder / "images" / split / "ab"[number % 2] / f"{number:03d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (32, 32), (255 * ((split, number) == ("train", 17)),) * 3).save(path)
-    text = f"""
-about: {{reproduces: nothing, accuracy: none, runs_on: anything}}
-epochs: 1
-batch_size: 8
-data: {{name: folder, root: {folder / "images"}, workers: 0}}
-augment: {{resize: 32, mean: [0.0, 0.0, 0.0], std: [1.0e-39, 1.0e-39, 1.0e-39]}}
-model: {{name: test_resnet, image_size: 32}}
-optim: {{name: {optimizer}, lr: 0.01}}
-"""
-    path = folder / "exploding.yaml"
-    path.write_text(text)
-    return path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optimizer", "precision"), [("adamw", "no"), ("sgd", "no"), ("adadelta", "no"), ("momentum", "fp16")]
-)
-def test_updates_that_are_not_finite(gpu: Pretended, tmp_path: Path, optimizer: str, precision: str) -> None:
-    recipe = exploding(tmp_path, optimizer)
-    stopped = gpu("train", recipe, "--output-dir", tmp_path / "stop", precision=precision)
-    assert stopped.code == 2 and "is not finite: the loss of" in stopped.output, stopped.output
-    words = ("--on-nonfinite", "skip", "--output-dir", tmp_path / "skip")
-    succeeded(gpu("train", recipe, *words, precision=precision))
-    result = json.loads((tmp_path / "skip" / "result.json").read_text())
-    assert (result["updates"], result["skipped_updates"]) == (5, 1)
-    broken = gpu("train", "digits", *SMALL, "--epochs", 2, "--optim.lr", "1e30", "--output-dir", tmp_path / "broken")
-    assert broken.code == 2 and "is not finite" in broken.output
 
 
 STEEP = """

@@ -21,6 +21,9 @@ augment = v2.Compose([
     v2.RandomAffine(15, shear=9, fill=20), v2.RandomPerspective(0.3), v2.RandomApply([v2.GaussianBlur(5)]),
     v2.RandomAdjustSharpness(3, p=0.5), v2.ColorJitter(0.4),
 ])
+
+def factor(epoch, epochs):
+    return 0.1 ** (epoch // 1.5) if epoch < epochs - 0.5 else 0.01
 """
 PARTS = {
     "mixing": "--augment.mixup 0.8 --augment.cutmix 1 --augment.mix-mode batch "
@@ -33,18 +36,25 @@ PARTS = {
     "own": "--model.name mnist_cnn --batch-size 24 --model.image-size 28 --augment.crop resized "
     "--augment.train-interpolation random --augment.policy 3a --augment.erase 0.3 "
     "--augment.erase-mode rand --data.repeats 2",
+    # A learning rate and an EMA that move in their own ways; the kill is in the warm-up.
+    "own schedule": "--epochs 3 --optim.name momentum --schedule.warmup-epochs 1 --schedule.name mine.py:factor "
+    "--schedule.per epoch --ema.enabled true --ema.decay 0.9 --ema.every-updates 3 --ema.after-epochs 1 "
+    "--ema.scale-decay true",
+    "one cycle": "--optim.name momentum --schedule.warmup-epochs 1 --schedule.name one_cycle --ema.enabled true "
+    "--ema.every-updates 3 --ema.after-epochs 1",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
 def test_killed_and_resumed_on_two_processes_it_has_the_same_bits(name: str, tmp_path: Path) -> None:
-    words = [*WORDS, *PARTS[name].split()]
+    mine = tmp_path / "mine.py"
+    mine.write_text(OWN)
+    words = [*WORDS, *PARTS[name].replace("mine.py", str(mine)).split()]
     if name == "own":
-        (tmp_path / "mine.py").write_text(OWN)
         folder = photographs(tmp_path / "photographs")
         words += ["--data.name", "folder", "--data.root", str(folder), "--data.train-limit", "none"]
-        words += ["--augment.own", f"{tmp_path / 'mine.py'}:augment"]
+        words += ["--augment.own", f"{mine}:augment"]
     whole, run = tmp_path / "whole", tmp_path / "run"
     done = helpers.run(*words, "--output-dir", whole, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -57,6 +67,8 @@ def test_killed_and_resumed_on_two_processes_it_has_the_same_bits(name: str, tmp
     assert resumed.returncode == 0, resumed.stderr
     assert "continuing after update" in resumed.stdout and "in epoch 1" in resumed.stdout
     assert_same(whole, run)
+    if "--ema.enabled" in words:
+        assert (whole / "ema.safetensors").read_bytes() == (run / "ema.safetensors").read_bytes()
     if name == "repeats":
         counts = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
         assert [line["count"] for line in counts if line["kind"] == "eval" and line["split"] == "train"] == [512, 512]

@@ -33,8 +33,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def small(recipe: str, photos: Path) -> list[str]:
-    """Return the options that shorten a recipe to two updates."""
+def small(recipe: str, tree: Path, splits: Path) -> list[str]:
+    """Return the options that shorten a recipe to two updates. The folders: as one tree, and as train/ and val/."""
     config = parse([recipe])
     options = ["--epochs", "1", "--batch-size", "8", "--log-every-updates", "1", "--data.train-limit", "16"]
     if config.micro_batch_size is not None:
@@ -46,7 +46,7 @@ def small(recipe: str, photos: Path) -> list[str]:
     if config.schedule.warmup_epochs:
         options += ["--schedule.warmup-epochs", "0.5"]
     if config.data.name == "folder":
-        options += ["--data.root", str(photos / ("one" if config.data.test_fraction else "two")), "--data.workers", "0"]
+        options += ["--data.root", str(tree if config.data.test_fraction else splits), "--data.workers", "0"]
         options += ["--model.image-size", "96"]  # 224 takes five times as long
         options += ["--augment.resize", "112", "--augment.crop-fraction", "none"]
     elif config.data.name in SHAPES:
@@ -59,7 +59,8 @@ def small(recipe: str, photos: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_recipe_runs(recipe: str, photos: Path, tmp_path: Path) -> None:
-    assert main(["train", recipe, *small(recipe, photos), "--output-dir", str(tmp_path / "run")]) == 0
+    words = small(recipe, photos / "one", photos / "two")
+    assert main(["train", recipe, *words, "--output-dir", str(tmp_path / "run")]) == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert (result["recipe"], result["updates"], result["train_images"]) == (recipe, 2, 16)
@@ -76,12 +77,12 @@ def test_config_only(
 ) -> None:
     """The printed configuration is the same recipe."""
     monkeypatch.chdir(tmp_path)
-    assert main(["train", recipe, *small(recipe, photos), "--config-only"]) == 0
+    assert main(["train", recipe, *small(recipe, photos / "one", photos / "two"), "--config-only"]) == 0
     printed = capsys.readouterr().out
     assert "# updates an epoch: 2" in printed and "# processes: 1" in printed
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "again.yaml").write_text(printed)
-    again, first = parse(["again.yaml"]), parse([recipe, *small(recipe, photos)])
+    again, first = parse(["again.yaml"]), parse([recipe, *small(recipe, photos / "one", photos / "two")])
     assert (again.data, again.model, again.optim, again.augment) == (
         first.data,
         first.model,

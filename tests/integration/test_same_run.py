@@ -52,13 +52,6 @@ class TestFeeds:
             for case in cases:
                 assert together(processes, case) == expected, (world, case)
 
-    def test_each_process_has_its_own_share_of_each_micro_batch(self, feeds: dict) -> None:
-        for world, processes in feeds.items():
-            for case in processes[0]["fed"]:
-                accumulation = int(case.split(", ")[1])
-                sizes = {len(micro_batch) for process in processes for micro_batch in process["fed"][case]}
-                assert sizes == {BATCH // world // accumulation}
-
     def test_a_restart_is_fed_the_rest_of_the_epoch(self, feeds: dict) -> None:
         for world, processes in feeds.items():
             whole = together(processes, "mixed, 2")

@@ -6,16 +6,10 @@ import json
 from pathlib import Path
 
 import helpers
-import numpy as np
 import pytest
-from PIL import Image
 
 from accel_train.checkpoint.directory import delete_checkpoint, list_updates
 from accel_train.cli import main
-from accel_train.config.schema import Config, Data
-from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import TrainingSampler, create_draws
-from accel_train.data.sources.load import load_splits
 
 DATA = '''
 import torch
@@ -99,31 +93,3 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
     assert several.returncode == 2 and several.stderr.count("expects one label for each image") == 1
     twice = helpers.run("digits", "--data.sampler", "balanced", "--loss.class-weights", "balanced")
     assert twice.returncode == 2 and "both together correct the imbalance twice" in twice.stderr
-
-
-@pytest.mark.slow
-def test_skipping_an_image_from_the_middle_on_is_the_same_as_from_the_start(tmp_path: Path) -> None:
-    root, numbers = tmp_path / "images", np.random.default_rng(0)
-    for number in range(48):
-        path = root / ("rare" if number % 6 == 0 else "usual") / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(numbers.integers(0, 256, (9, 9, 3), dtype=np.uint8)).save(path)
-    data = Data(name="folder", root=root, sampler="balanced", test_fraction=0.2)
-    train = load_splits(data, 0).train
-    order = TrainingSampler(Plan(len(train), 8, 1, 1), 0, draws=create_draws(Config(data=data), train.labels))
-    drawn = [int(id) for batch in order for id in batch.ids]
-    last = max(range(len(train)), key=lambda id: drawn.index(id) if id in drawn else -1)
-    bad = Path(train.name(last))
-    bad.write_bytes(bad.read_bytes()[:100])
-    (tmp_path / "list").write_text(f"{bad.relative_to(root)}\n")
-    words = f"digits --epochs 2 --batch-size 8 --model.image-size 8 --data.workers 0 --data.root {root}"
-    words += " --data.name folder --data.test-fraction 0.2 --data.sampler balanced --checkpoint.every-updates 1"
-
-    skipping = ("--data.skip-unreadable", str(tmp_path / "list"))
-    assert main(["train", *words.split(), *skipping, "--output-dir", str(tmp_path / "one")]) == 0
-    refused = helpers.run(*words.split(), "--output-dir", tmp_path / "other")
-    assert refused.returncode == 2 and f"{bad} cannot be read" in refused.stderr
-    assert list((tmp_path / "other" / "checkpoints").glob("update-*"))
-    assert main(["train", *words.split(), *skipping, "--output-dir", str(tmp_path / "other")]) == 0
-    weights = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("one", "other")]
-    assert weights[0] == weights[1]

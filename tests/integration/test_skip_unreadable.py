@@ -14,35 +14,37 @@ from safetensors.torch import load_file
 
 from accel_train.checkpoint.directory import list_updates
 from accel_train.cli import main
-from accel_train.config.schema import Data
+from accel_train.config.schema import Config, Data
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import TrainingSampler
+from accel_train.data.order.samplers import TrainingSampler, create_draws
 from accel_train.data.sources.load import load_splits
 
 WORDS = "digits --batch-size 8 --epochs 2 --model.image-size 8 --augment.crop resized --augment.flip 0.5"
 WORDS += " --checkpoint.every-updates 1 --data.workers 1 --data.name folder --data.val-fraction 0.1"
 
 
-def tree(root: Path) -> Data:
+def tree(root: Path, sampler: str) -> Data:
     numbers = np.random.default_rng(0)
     for i in range(60):
-        path = root / "ab"[i % 2] / f"{i}.png"
+        path = root / ("rare" if i % 6 == 0 else "usual") / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(numbers.integers(0, 256, (9, 9, 3), dtype=np.uint8)).save(path)
-    return Data(name="folder", root=root, val_fraction=0.1, test_fraction=0.2)
+    return Data(name="folder", root=root, val_fraction=0.1, test_fraction=0.2, sampler=sampler)  # type: ignore[arg-type]
 
 
 def words(data: Data, run: Path, *others: object) -> list[str]:
     root = f"--data.root {data.root} --data.test-fraction {data.test_fraction} --output-dir {run}"
-    return ["train", *WORDS.split(), *root.split(), *map(str, others)]
+    return ["train", *WORDS.split(), *root.split(), "--data.sampler", data.sampler, *map(str, others)]
 
 
 @pytest.mark.slow
-def test_the_list_given_later_makes_the_same_run_as_from_the_start(tmp_path: Path) -> None:
-    data = tree(tmp_path / "images")
+@pytest.mark.parametrize("sampler", ["shuffle", "balanced"])
+def test_the_list_given_later_makes_the_same_run_as_from_the_start(tmp_path: Path, sampler: str) -> None:
+    data = tree(tmp_path / "images", sampler)
     train = load_splits(data, 0).train
-    order = TrainingSampler(Plan(len(train), 8, 1, 1), 0)
-    bad = Path(train.name(int(list(order)[-1].ids[0])))  # in the last update of the first epoch
+    order = TrainingSampler(Plan(len(train), 8, 1, 1), 0, draws=create_draws(Config(data=data), train.labels))
+    drawn = [int(id) for batch in order for id in batch.ids]
+    bad = Path(train.name(max(set(drawn), key=drawn.index)))  # the image that is drawn as late as any in the epoch
     bad.write_bytes(bad.read_bytes()[:100])
     listed = tmp_path / "list"
     listed.write_text(f"{bad.relative_to(data.root)}\n")

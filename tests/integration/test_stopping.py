@@ -260,17 +260,6 @@ def test_signal_during_an_evaluation(tmp_path: Path) -> None:
         assert not (run.run / "REQUEUE").exists()
 
 
-@pytest.mark.slow
-def test_directory_that_cannot_have_checkpoints_is_refused_by_all_processes(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").touch()
-    with started(tmp_path / "run", *LONG, processes=2, launcher=True) as run:
-        assert run.ended() != 0
-    assert run.output.count("checkpoints is not a folder, so no checkpoint can be written") == 1, run.output
-    assert run.output.count("exitcode  : 2") + run.output.count("exitcode: 2") >= 1, run.output
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
-
-
 def let_saves_fail(run: helpers.Started) -> None:
     """Limit the size of the run's files: a write fails as on a full disk."""
     resource.prlimit(run.popen.pid, resource.RLIMIT_FSIZE, (65536, 65536))
