@@ -179,8 +179,7 @@ class Started:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        lines = (self.run / "metrics.jsonl").read_text().splitlines()
-        return [line for line in map(json.loads, lines) if line["kind"] == "event"]
+        return lines_of(self.run, "event")
 
     def pids(self) -> list[int]:
         """Return the training processes by rank; those of a launcher are found by their environment."""
@@ -280,6 +279,33 @@ def _family(process: int) -> list[int]:
 def _parent(process: int) -> int:
     text = Path(f"/proc/{process}/stat").read_text()
     return int(text.rpartition(")")[2].split()[1])
+
+
+def lines_of(run: Path, kind: str | None = None, split: str | None = None) -> list[dict[str, Any]]:
+    """Return the whole lines of metrics.jsonl: all, those of one kind, or the evaluations of one split."""
+    whole = [line for line in (run / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        line
+        for line in map(json.loads, whole)
+        if kind in (None, line["kind"]) and (split is None or line.get("split") == split)
+    ]
+
+
+def result_of(run: Path) -> dict[str, Any]:
+    """Return what is in result.json."""
+    found: dict[str, Any] = json.loads((run / "result.json").read_text())
+    return found
+
+
+def go_back_to(update: int, run: Path) -> None:
+    """Make the run one that was killed after the checkpoint of `update`."""
+    from accel_train.checkpoint.directory import delete_checkpoint, list_updates
+
+    for name in ("result.json", "model.safetensors", "ema.safetensors"):
+        (run / name).unlink(missing_ok=True)
+    for later in list_updates(run / "checkpoints"):
+        if later > update:
+            delete_checkpoint(run / "checkpoints", later)
 
 
 def record_disk_calls(monkeypatch: Any) -> list[tuple[str, str]]:

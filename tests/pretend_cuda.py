@@ -606,8 +606,7 @@ def serve() -> None:
             except BaseException:
                 traceback.print_exc()
                 code = -1
-        left = dict(waits)  # since the last update's end
-        print(json.dumps([code, output.getvalue(), updates, left]), file=answers, flush=True)
+        print(json.dumps([code, output.getvalue(), updates]), file=answers, flush=True)
         for variable in command["variables"]:
             del os.environ[variable]
         AcceleratorState._reset_state(True)
@@ -624,8 +623,6 @@ class Done:
     """Of each update: how often the host waited, by the line and what for."""
     kernels: list[dict[str, int]]
     """Of each update: how many it would start, by the line."""
-    left: dict[str, int]
-    """Waits after the last update."""
 
 
 class Pretended:
@@ -650,8 +647,8 @@ class Pretended:
         print(json.dumps(command), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         assert answer, f"the process has ended with exit code {self.process.wait(10)}"
-        code, output, updates, left = json.loads(answer)
-        return Done(code, output, [each["waits"] for each in updates], [each["kernels"] for each in updates], left)
+        code, output, updates = json.loads(answer)
+        return Done(code, output, [each["waits"] for each in updates], [each["kernels"] for each in updates])
 
     def end(self) -> None:
         assert self.process.stdin

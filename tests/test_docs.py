@@ -422,36 +422,6 @@ def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> 
     assert result["test_accuracy"] > 0.9
 
 
-@pytest.mark.slow
-def test_the_commands_of_fine_tune_run(tmp_path: Path) -> None:
-    """In one process, with few small images and a small net; those that need a network only in test_fine_tune.py."""
-    import timm
-    import torch
-
-    page = text_of("docs/fine_tune.md").replace("resnet18", "test_resnet")
-    (tmp_path / "my_recipe.yaml").write_text(blocks(page, "yaml")[0])
-    for name in ("Cat", "Dog"):
-        (tmp_path / "PetImages" / name).mkdir(parents=True)
-        for number in range(10):
-            Image.new("RGB", (40, 40), (25 * number, 90, 90)).save(tmp_path / "PetImages" / name / f"{number}.png")
-    net = timm.create_model("test_resnet", num_classes=5)
-    torch.save(net.state_dict(), tmp_path / "weights.pth")
-    of_hub = timm.create_model("test_resnet", num_classes=5, act_layer="silu")
-    timm.models.save_for_hf(of_hub, tmp_path / "net", safe_serialization=True)
-    short = shlex.split("--epochs 1 --batch-size 8 --virtual-batch-size 4 --data.workers 0 --model.image-size 32")
-    lines = [words[1:] for block in blocks(page, "bash") for words in commands_in(block)]
-    lines = [words + short for words in lines if words[0] == "train" and "--model.weights" in words]
-    script = (
-        "import json, sys; from accel_train.cli import main; "
-        "sys.exit(any([main(words) for words in json.loads(sys.argv[1])]))"
-    )
-    ran = helpers.python("-c", script, json.dumps(lines), cwd=tmp_path)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    said = [line for line in ran.stdout.splitlines() if line.startswith("weights ")]
-    assert ["last layer loaded" in line for line in said] == [False, True, True, False], ran.stdout
-    assert all("body loaded, " in line and "; new: " not in line for line in said), ran.stdout
-
-
 def test_each_snippet_is_tried() -> None:
     """They are above; the snippet of another page needs a test of its own."""
     tried = {*OWN, *(f"docs/{name}.md" for name in ("augmentation", "evaluate", "export"))}

@@ -1,6 +1,6 @@
 """exact_sum.py: sums whose bits do not depend on order or division, compared with sums of fractions.
 
-Real processes: tests/integration/test_exact_gradients.py.
+Real processes: tests/integration/test_bitwise.py.
 """
 
 from __future__ import annotations

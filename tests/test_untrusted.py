@@ -5,14 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import os
-import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -31,7 +29,6 @@ from accel_train.models.weights import read_state
 from accel_train.ownership.owner import read_owner
 from accel_train.records.trackers import point_of
 from accel_train.run.start import find_file
-from accel_train.tools.evaluate_run import read_predictions
 from accel_train.untrusted import (
     NotRegularFileError,
     parse_json,
@@ -156,46 +153,6 @@ def test_predict_and_check_data_name_a_pipe_among_the_images(
     assert capfd.readouterr().err.count("not a regular file.") == 2
     assert cli.main(["check-data", "folder", "--data.root", "data"]) == 1
     assert Path("unreadable-data.txt").read_text().splitlines()[1:] == ["a/pipe.png", "a/zero.png"]
-
-
-@pytest.mark.slow
-def test_damaged_records_of_an_evaluation_are_one_line(digits_run: Path, tmp_path: Path, capsys: Any) -> None:
-    run = Path(shutil.copytree(digits_run, tmp_path / "run"))
-    assert cli.main(["report", str(run)]) == 0
-    kept = run / "predictions-test.npz"
-    content = kept.read_bytes()
-    for damaged in (content[:-100], content[: len(content) // 2], b"PK", b""):
-        kept.write_bytes(damaged)
-        with pytest.raises(UserError, match="is not a predictions file"):
-            read_predictions(kept)
-        assert cli.main(["report", str(run), "--no-evaluate", "true"]) == 0
-        assert "is not a predictions file" in (run / "report.html").read_text()
-    arrays = dict(np.load(whole_file(content, tmp_path)))
-    for name, wrong in (
-        ("labels", arrays["labels"] + 10),
-        ("logits", arrays["logits"][:5]),
-        ("ids", arrays["ids"][:5]),
-    ):
-        np.savez(kept, **(arrays | {name: wrong}))
-        with pytest.raises(UserError, match="is not a predictions file"):
-            read_predictions(kept)
-    kept.write_bytes(content)
-    record = run / "evaluation-test.json"
-    whole = json.loads(record.read_text())
-    for key, wrong in (("accuracy", {"a": [1]}), ("confusion", [[{}]]), ("class_recall", {})):
-        record.write_text(json.dumps(whole | {name: whole[name] | {key: wrong} for name in ("model", "ema")}))
-        capsys.readouterr()
-        assert cli.main(["report", str(run)]) == 2, key
-        found = capsys.readouterr().err
-        assert found.count("\n") == 1 and "evaluation-SPLIT.json" in found and str(run) in found
-    record.write_text(json.dumps(whole | {"model": 3, "ema": [whole["ema"]]}))
-    assert cli.main(["report", str(run)]) == 2
-
-
-def whole_file(content: bytes, folder: Path) -> Path:
-    file = folder / "whole.npz"
-    file.write_bytes(content)
-    return file
 
 
 BRACKETS = "[" * 40_000

@@ -44,8 +44,7 @@ def figures(run: Path) -> dict[str, object]:
     result = json.loads((run / "result.json").read_text())
     kept = ("updates", "train_images", "test_images", "best_update", "class_accuracy", "confusion")
     accuracies = {name: figure for name, figure in result.items() if name in kept or "_loss" in name or "_acc" in name}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [(line["split"], line["loss"], line["accuracy"]) for line in lines if line["kind"] == "eval"]
+    evaluations = [(line["split"], line["loss"], line["accuracy"]) for line in helpers.lines_of(run, "eval")]
     return {"result": accuracies, "evaluations": evaluations}
 
 

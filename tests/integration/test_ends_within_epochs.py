@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import helpers
 import pytest
+from helpers import go_back_to, lines_of, result_of
 
-from accel_train.checkpoint.directory import delete_checkpoint, list_updates
+from accel_train.checkpoint.directory import list_updates
 
 # 10 updates an epoch; the last one has 30 samples of 48.
 DIGITS = ("digits", "--data.val-fraction", "0.1", "--data.train-limit", "462", "--checkpoint.keep", "90")
 SLOW = ("--checkpoint.every-updates", "1")
 
 
-def lines(run: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == kind]
-
-
 def evaluations(run: Path, split: str) -> list[tuple[int, int, int]]:
-    return [(line["update"], line["epoch"], line["count"]) for line in lines(run, "eval") if line["split"] == split]
-
-
-def result(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "result.json").read_text())
-    return found
+    return [(line["update"], line["epoch"], line["count"]) for line in lines_of(run, "eval") if line["split"] == split]
 
 
 def trained(run: Path, *words: object, processes: int = 1) -> Path:
@@ -41,11 +30,7 @@ def killed_after(run: Path, update: int, *words: object) -> Path:
     """Return the folder of a run that was killed after the checkpoint of `update`."""
     with helpers.started(run, *DIGITS, *words, *SLOW) as started:
         started.until(lambda: (run / f"checkpoints/update-{update:08d}").exists())
-    for name in ("result.json", "model.safetensors"):
-        (run / name).unlink(missing_ok=True)
-    for each in list_updates(run / "checkpoints"):
-        if each > update:
-            delete_checkpoint(run / "checkpoints", each)
+    go_back_to(update, run)
     return run
 
 
@@ -55,11 +40,11 @@ def test_a_run_ends_within_an_epoch_also_killed_and_on_two_processes(tmp_path: P
     whole = trained(tmp_path / "whole", *words)
     assert evaluations(whole, "train") == [(10, 1, 462), (20, 2, 462), (25, 3, 240)]
     assert [each[:2] for each in evaluations(whole, "val")] == [(10, 1), (20, 2), (25, 3)]
-    found = result(whole)
+    found = result_of(whole)
     assert (found["epochs"], found["updates"], found["stopped_by"]) == (2.5, 25, "epochs")
     # The figures of the part are those of its samples: the sum of its updates' lines.
-    (only,) = [line for line in lines(whole, "train") if line["update"] == 25]
-    (last,) = [line for line in lines(whole, "eval") if line["split"] == "train" and line["update"] == 25]
+    (only,) = [line for line in lines_of(whole, "train") if line["update"] == 25]
+    (last,) = [line for line in lines_of(whole, "eval") if line["split"] == "train" and line["update"] == 25]
     assert only["loss"] == pytest.approx(last["loss"]) and only["accuracy"] == pytest.approx(last["accuracy"])
 
     parts = killed_after(tmp_path / "parts", 23, *words)
@@ -75,11 +60,11 @@ def test_a_longer_end_completes_the_epoch(tmp_path: Path) -> None:
     words = ("--schedule.name", "constant", "--schedule.warmup-epochs", "0")
     at_once = trained(tmp_path / "at once", *words, "--epochs", "2")
     run = trained(tmp_path / "run", *words, "--epochs", "0.5")
-    assert (result(run)["epochs"], result(run)["updates"]) == (0.5, 5)
+    assert (result_of(run)["epochs"], result_of(run)["updates"]) == (0.5, 5)
     shorter = helpers.run(*DIGITS, *words, "--epochs", "0.25", "--output-dir", run, "--allow-change", "epochs")
     assert shorter.returncode == 2 and "or more epochs" in shorter.stderr
     trained(run, *words, "--epochs", "2", "--allow-change", "epochs")
-    assert (run / "result-epoch-0.5.json").exists() and result(run)["epochs"] == 2
+    assert (run / "result-epoch-0.5.json").exists() and result_of(run)["epochs"] == 2
     assert evaluations(run, "train") == [(5, 1, 240), (10, 1, 462), (20, 2, 462)]
     assert (run / "model.safetensors").read_bytes() == (at_once / "model.safetensors").read_bytes()
 
@@ -88,8 +73,8 @@ def test_a_longer_end_completes_the_epoch(tmp_path: Path) -> None:
 def test_the_schedule_falls_until_the_last_update(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", "--epochs", "9", "--stop.updates", "20", "--log-every-updates", "1")
     epochs = trained(tmp_path / "epochs", "--epochs", "2", "--log-every-updates", "1")
-    assert [line["lr"] for line in lines(run, "train")] == [line["lr"] for line in lines(epochs, "train")]
-    found = result(run)
+    assert [line["lr"] for line in lines_of(run, "train")] == [line["lr"] for line in lines_of(epochs, "train")]
+    found = result_of(run)
     assert (found["epochs"], found["updates"], found["stopped_by"]) == (2, 20, "updates")
     assert (run / "model.safetensors").read_bytes() == (epochs / "model.safetensors").read_bytes()
     refused = helpers.run(*DIGITS, "--epochs", "9", "--stop.updates", "15", "--output-dir", run)
@@ -110,17 +95,15 @@ def test_evaluations_within_epochs_are_repeated_by_no_start_and_left_out_by_none
     assert [each[0] for each in evaluations(whole, "val")] == expected
     assert [each[1] for each in evaluations(whole, "val")] == [1, 1, 1, 2, 2, 2]
     assert (whole / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
-    best = max(lines(whole, "eval"), key=lambda line: (line["split"] == "val", line["accuracy"], -line["update"]))
-    assert (result(whole)["best_update"], result(whole)["best_value"]) == (best["update"], best["accuracy"])
+    best = max(lines_of(whole, "eval"), key=lambda line: (line["split"] == "val", line["accuracy"], -line["update"]))
+    assert (result_of(whole)["best_update"], result_of(whole)["best_value"]) == (best["update"], best["accuracy"])
     assert best["update"] in list_updates(whole / "checkpoints")
 
     run = killed_after(tmp_path / "run", 9, *words)
     for update in (4, 8, 9):  # killed after the evaluation and its save
         copy = tmp_path / f"after {update}"
         shutil.copytree(run, copy)
-        for each in list_updates(copy / "checkpoints"):
-            if each > update:
-                delete_checkpoint(copy / "checkpoints", each)
+        go_back_to(update, copy)
         trained(copy, *words, *SLOW, processes=2 if update == 8 else 1)
         assert [each[0] for each in evaluations(copy, "val")] == expected
     # Stopped before an evaluation that was due: the next start makes it first, and only once.

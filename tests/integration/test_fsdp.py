@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -57,8 +56,7 @@ def ddp(run: Path, settings: str = RUN) -> None:
 
 
 def losses(run: Path) -> dict[int, float]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {line["update"]: line["loss"] for line in lines if line["kind"] == "train"}
+    return {line["update"]: line["loss"] for line in helpers.lines_of(run, "train")}
 
 
 # A model that needs a forward pass for each virtual batch. The last update has 11 samples of 16, so one of its four

@@ -10,7 +10,7 @@ import helpers
 import pytest
 import torch
 
-from accel_train.checkpoint.directory import checkpoint_path, delete_checkpoint, list_updates
+from accel_train.checkpoint.directory import checkpoint_path, list_updates
 from accel_train.config.schema import Schedule
 from accel_train.files import sha256
 from accel_train.optim.schedule import LearningRate
@@ -34,17 +34,8 @@ def copied(done: Path, run: Path, until: int | None = None) -> Path:
     """Return a copy of the run; `until`: as if it had been killed after that update."""
     shutil.copytree(done, run)
     if until is not None:
-        for name in ("result.json", "model.safetensors"):
-            (run / name).unlink()
-        for update in list_updates(run / "checkpoints"):
-            if update > until:
-                delete_checkpoint(run / "checkpoints", update)
+        helpers.go_back_to(until, run)
     return run
-
-
-def lines(run: Path, kind: str, split: str | None = None) -> list[dict[str, Any]]:
-    found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line for line in found if line["kind"] == kind and line.get("split") == split]
 
 
 def result(run: Path, name: str = "result.json") -> dict[str, Any]:
@@ -74,7 +65,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch(done: Path, tmp_path: Path
     words += ("--allow-change", "batch-size", "epochs", "--output-dir", run)
     ended = helpers.run(*words, processes=2)
     assert ended.returncode == 0, ended.stderr
-    assert [line["count"] for line in lines(run, "eval", "train")] == [SAMPLES] * 3
+    assert [line["count"] for line in helpers.lines_of(run, "eval", "train")] == [SAMPLES] * 3
     assert (result(run)["updates"], result(run)["epochs"]) == (40 + 10 + 15, 3)
     newest = json.loads((checkpoint_path(run / "checkpoints", 65) / "state.json").read_text())
     assert newest["train"]["samples_seen"] == 3 * SAMPLES
@@ -82,7 +73,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch(done: Path, tmp_path: Path
     # The third epoch has the rates of the third epoch of a run that always had this batch size.
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.05)
     schedule = LearningRate(Schedule(name="cosine"), optimizer, updates=45, updates_per_epoch=15)
-    for line in lines(run, "train")[-15:]:
+    for line in helpers.lines_of(run, "train")[-15:]:
         schedule.step_update(line["update"] - 65 + 45 - 1)
         assert line["lr"] == optimizer.param_groups[0]["lr"]
 
@@ -102,7 +93,7 @@ def test_other_samples_wait_for_the_epochs_end(done: Path, tmp_path: Path) -> No
     assert named == str(run / "checkpoints" / "update-00000030")
     ended = helpers.run(*words, "--resume", named, "--output-dir", tmp_path / "new")
     assert ended.returncode == 0, ended.stderr
-    assert [line["count"] for line in lines(tmp_path / "new", "eval", "train")] == [500, 500]
+    assert [line["count"] for line in helpers.lines_of(tmp_path / "new", "eval", "train")] == [500, 500]
     assert result(tmp_path / "new")["updates"] == 30 + 2 * 11
 
 
@@ -131,7 +122,7 @@ def test_a_finished_run_goes_on_to_a_later_end(done: Path, tmp_path: Path) -> No
     assert program.endswith(("accel-train", "accel_train"))
     ended = helpers.run(*shlex.split(command))
     assert ended.returncode == 0, ended.stderr
-    assert [line["count"] for line in lines(run, "eval", "train")] == [SAMPLES] * 4
+    assert [line["count"] for line in helpers.lines_of(run, "eval", "train")] == [SAMPLES] * 4
     assert (result(run)["epochs"], result(run)["updates"]) == (4, 60 + 2 * 15)
     after = contents(run)
     for name, suffix in (("result", ".json"), ("model", ".safetensors")):
@@ -164,8 +155,10 @@ def test_damaged_files_are_set_aside_and_the_run_ends_as_it_did(done: Path, tmp_
     assert "Traceback" not in ended.stderr
     assert "metrics.jsonl: 6 damaged lines moved to metrics.damaged.jsonl" in ended.stderr
     assert (run / "metrics.damaged.jsonl").read_bytes() == b"".join(bad)
-    assert [line["count"] for line in lines(run, "eval", "train")] == [SAMPLES] * 2
-    assert [line["update"] for line in lines(run, "train")] == [line["update"] for line in lines(done, "train")]
+    assert [line["count"] for line in helpers.lines_of(run, "eval", "train")] == [SAMPLES] * 2
+    assert [line["update"] for line in helpers.lines_of(run, "train")] == [
+        line["update"] for line in helpers.lines_of(done, "train")
+    ]
     assert result(run) == result(done)
     for name in ("status.json", "model.json", "environment.json"):
         json.loads((run / name).read_text())
@@ -178,4 +171,4 @@ def test_a_finished_run_is_taken_to_another_directory(done: Path, tmp_path: Path
     assert (run / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()
     assert list_updates(run / "checkpoints") == [60]
     assert result(run) == result(done)
-    assert lines(run, "train") == []
+    assert helpers.lines_of(run, "train") == []

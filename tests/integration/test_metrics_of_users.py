@@ -8,6 +8,7 @@ from typing import Any
 
 import helpers
 import pytest
+from helpers import result_of
 from sklearn.metrics import balanced_accuracy_score
 from test_restart import assert_bitwise_equal, killed_and_restarted
 from torch import Tensor
@@ -55,15 +56,7 @@ def chosen(mine: Path) -> tuple[str, ...]:
 
 
 def evaluations(run: Path, split: str, weights: str = "model") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        line for line in lines if (line["kind"], line.get("split"), line.get("weights")) == ("eval", split, weights)
-    ]
-
-
-def result(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "result.json").read_text())
-    return found
+    return [line for line in helpers.lines_of(run, "eval", split) if line["weights"] == weights]
 
 
 @pytest.mark.slow
@@ -83,7 +76,7 @@ def test_the_figures_have_the_same_bits_on_1_2_and_3_processes_also_after_kills(
                 expected = [{name: line[name] for name in NAMES} for line in evaluations(runs[1], split, weights)]
                 assert [{name: line[name] for name in NAMES} for line in evaluations(run, split, weights)] == expected
     run = runs[2]
-    last, found = evaluations(run, "test")[-1], result(run)
+    last, found = evaluations(run, "test")[-1], result_of(run)
     best = max(evaluations(run, "val", "ema"), key=lambda line: line["balanced"])
     assert (found["best_metric"], found["best_value"], found["best_update"]) == (
         "balanced", best["balanced"], best["update"],
@@ -144,7 +137,7 @@ def test_an_exception_ends_all_processes_with_its_line_and_nothing_is_lost(tmp_p
     assert done.returncode == 0, done.stderr
     assert "has changed since the last start of this run" in done.stderr
     assert [line["epoch"] for line in evaluations(run, "val")] == [1, 2, 3]
-    assert result(run)["updates"] == 30
+    assert result_of(run)["updates"] == 30
 
 
 @pytest.mark.slow
@@ -175,7 +168,7 @@ error.higher_is_better = False
         places.write_text("x" * epochs)
     done = helpers.run(*words, processes=2)
     assert done.returncode == 0, done.stderr
-    found = result(run)
+    found = result_of(run)
     assert (found["stopped_by"], found["epochs"]) == ("patience", 6)
     assert (found["best_value"], found["best_update"], found["best_metric"]) == (0.5, 20, "error")
     assert [line["error"] for line in evaluations(run, "val")] == [None, 0.5, None, 0.6, 0.5, 0.7]
@@ -193,7 +186,7 @@ def test_it_may_change_in_a_run_unless_it_decides_what_is_best(mine: Path, tmp_p
     assert done.returncode == 0, done.stderr
     assert "the best mine.py:balanced so far" not in done.stderr and "a new best is recorded" in done.stderr
     assert [line.keys() & {"margin", "balanced"} for line in evaluations(run, "val")] == [set(), {"margin", "balanced"}]
-    assert result(run)["best_update"] == 20
+    assert result_of(run)["best_update"] == 20
 
     fewer = ("--metrics", f"{mine}:balanced", f"{mine}:margin", "--best-metric", "balanced")
     done = helpers.run(*words, "--epochs", 3, *fewer, "--allow-change", "epochs")
@@ -204,7 +197,7 @@ def test_it_may_change_in_a_run_unless_it_decides_what_is_best(mine: Path, tmp_p
     assert "best-metric: mine.py:balanced -> other.py:balanced" in refused.stderr
     done = helpers.run(*words, *replaced, "--allow-change", "epochs", "best-metric")
     assert done.returncode == 0 and "a new best is recorded from here on" in done.stderr
-    assert result(run)["best_update"] == 40
+    assert result_of(run)["best_update"] == 40
 
 
 @pytest.mark.ci

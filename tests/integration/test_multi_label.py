@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers import Captured, environment, run, write_digits
+from helpers import Captured, environment, lines_of, result_of, run, write_digits
 from sklearn.metrics import average_precision_score, f1_score
 
 from accel_train.api import load_run
@@ -64,11 +63,6 @@ def trained(folder: Path, processes: int, *words: str) -> Path:
     return output
 
 
-def result(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((path / "result.json").read_text())
-    return content
-
-
 @pytest.fixture(scope="module")
 def single(folder: Path) -> Path:
     return trained(folder, 1)
@@ -77,7 +71,7 @@ def single(folder: Path) -> Path:
 @pytest.mark.slow
 def test_the_figures_are_those_of_a_plain_loop(single: Path) -> None:
     """Of the weights that the run wrote, sample by sample, by scikit-learn."""
-    loaded, found = load_run(single), result(single)
+    loaded, found = load_run(single), result_of(single)
     test = load_splits(loaded.config.data, loaded.config.seed).test
     assert test is not None
     logits = []
@@ -90,8 +84,7 @@ def test_the_figures_are_those_of_a_plain_loop(single: Path) -> None:
     loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, test.labels.float())
     assert found["ema_test_loss"] == pytest.approx(float(loss), abs=1e-6)
     assert found["class_images"] == test.labels.sum(0).tolist()
-    lines = [json.loads(line) for line in (single / "metrics.jsonl").read_text().splitlines()]
-    training = [line for line in lines if line["kind"] == "train"]
+    training = lines_of(single, "train")
     assert training and all("accuracy" not in line for line in training)
 
 
@@ -103,7 +96,7 @@ def test_several_processes_evaluate_the_same(single: Path, processes: int) -> No
     )
     _, err = evaluated.communicate()
     assert evaluated.returncode == 0, err
-    record, figures = json.loads((single / "evaluation-test.json").read_text()), result(single)
+    record, figures = json.loads((single / "evaluation-test.json").read_text()), result_of(single)
     assert record["processes"] == processes
     for name in ("loss", "map", "micro_map", "f1", "micro_f1"):
         assert record["model"][name] == pytest.approx(figures[f"test_{name}"], abs=1e-6)
@@ -114,7 +107,7 @@ def test_bitwise_runs_have_equal_weights(folder: Path) -> None:
     words = ("--bitwise", "true", "--epochs", "1")
     one, two = (trained(folder, processes, *words) for processes in (1, 2))
     assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
-    same = [{key: value for key, value in result(path).items() if key.startswith("test_")} for path in (one, two)]
+    same = [{key: value for key, value in result_of(path).items() if key.startswith("test_")} for path in (one, two)]
     assert same[0] == same[1]
 
 
@@ -145,7 +138,7 @@ def test_evaluate_prints_each_class(single: Path) -> None:
     code, out, err = said("evaluate", single, "--trust-code", "true")
     assert code == 0, err
     record = json.loads((single / "evaluation-test.json").read_text())
-    assert record["ema"]["map"] == result(single)["ema_test_map"] and "confusion" not in record["ema"]
+    assert record["ema"]["map"] == result_of(single)["ema_test_map"] and "confusion" not in record["ema"]
     row = next(line for line in out.splitlines() if line.startswith("has-3")).split()
     assert row[1] == str(record["ema"]["class_images"][3])
     assert f"{record['ema']['class_average_precision'][3]:.2%}" in row

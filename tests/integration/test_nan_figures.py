@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import helpers
 import pytest
@@ -98,10 +96,9 @@ def trained(folder: Path, *options: object, several: bool = False, net: str = "n
 @pytest.mark.parametrize("several", [False, True])
 def test_a_first_figure_of_nan_ends_no_run_and_is_not_the_best(tmp_path: Path, *, several: bool) -> None:
     run = trained(tmp_path, several=several)
-    result = json.loads((run / "result.json").read_text())
-    lines: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    result = helpers.result_of(run)
     name = "map" if several else "accuracy"
-    first, second, _ = [line for line in lines if line["kind"] == "eval" and line["split"] == "val"]
+    first, second, _ = helpers.lines_of(run, "eval", "val")
     assert first[name] is None and first["loss"] is None
     assert result["best_value"] == second[name] > 0
     assert result["best_update"] == 8
@@ -117,9 +114,8 @@ def test_a_first_figure_of_nan_ends_no_run_and_is_not_the_best(tmp_path: Path, *
 
 def test_an_accuracy_with_an_infinite_loss_is_not_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(tmp_path, "--stop.patience-epochs", 2, net="infinite")
-    result = json.loads((run / "result.json").read_text())
-    lines: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    first, second, _ = [line for line in lines if line["kind"] == "eval" and line["split"] == "val"]
+    result = helpers.result_of(run)
+    first, second, _ = helpers.lines_of(run, "eval", "val")
     assert first["loss"] is None and first["accuracy"] > 0.8 > 0.2 > second["accuracy"] > 0
     assert (result["best_value"], result["best_update"]) == (second["accuracy"], 8)
     assert result["stopped_by"] == "epochs"

@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from test_fsdp import fsdp
 from torch import nn
 
-from accel_train.checkpoint.directory import delete_checkpoint, list_updates
 from accel_train.checkpoint.own_optimizer import with_own_optimizer
 from accel_train.config.schema import Optim
 from accel_train.errors import UserError
@@ -141,11 +140,7 @@ def test_the_same_bits_after_a_restart_and_on_two_processes(tmp_path: Path) -> N
     for run in (whole, parts):
         done = helpers.run(*words, "--output-dir", run)
         assert done.returncode == 0, done.stderr
-    for name in ("result.json", "model.safetensors"):
-        (parts / name).unlink()
-    for update in list_updates(parts / "checkpoints"):
-        if update > 5:
-            delete_checkpoint(parts / "checkpoints", update)
+    helpers.go_back_to(5, parts)
     mean = 'place.setdefault("mean", torch.zeros_like(p))'
     other = 'place["other"] if place else place.setdefault("other", torch.zeros_like(p))'
     (tmp_path / "mine.py").write_text(OWN.replace(mean, other))
@@ -163,5 +158,4 @@ def test_under_fsdp2(tmp_path: Path) -> None:
     """What FSDP2 has split is tried, too."""
     (tmp_path / "mine.py").write_text(OWN)
     fsdp(tmp_path / "run", "--optim.name", f"{tmp_path}/mine.py:signs", "--optim.lr", "0.01")
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line for line in lines if line["kind"] == "train"]
+    assert helpers.lines_of(tmp_path / "run", "train")

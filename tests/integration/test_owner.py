@@ -62,8 +62,7 @@ def test_a_second_start_is_refused_and_a_killed_owners_run_goes_on_at_once(tmp_p
             again.until_trained(before)
             again.popen.send_signal(signal.SIGTERM)
             assert again.ended() == 0, again.output
-        lines = [json.loads(line) for line in (run.run / "metrics.jsonl").read_text().splitlines()]
-        updates = [line["update"] for line in lines if line["kind"] == "train"]
+        updates = [line["update"] for line in helpers.lines_of(run.run, "train")]
         assert updates == sorted(set(updates))
         assert not list(run.run.glob("*owner*")) and not list(run.run.glob(".owner*"))
 

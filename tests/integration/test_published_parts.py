@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import helpers
 import pytest
 from test_bitwise import assert_same, photographs
-
-from accel_train.checkpoint.directory import delete_checkpoint, list_updates
 
 WORDS = """
 digits --epochs 2 --data.train-limit 600 --batch-size 48 --virtual-batch-size 12 --bitwise true --log-every-updates 1
@@ -60,9 +57,7 @@ def test_killed_and_resumed_on_two_processes_it_has_the_same_bits(name: str, tmp
     assert done.returncode == 0, done.stderr
     with helpers.started(run, *words) as started:
         started.until(lambda: (run / "checkpoints/update-00000002").exists(), timeout=200)
-    for update in list_updates(run / "checkpoints"):
-        if update > 2:  # so that it is always in the middle of the first epoch
-            delete_checkpoint(run / "checkpoints", update)
+    helpers.go_back_to(2, run)  # so that it is always in the middle of the first epoch
     resumed = helpers.run(*words, "--output-dir", run, processes=2, timeout=300)
     assert resumed.returncode == 0, resumed.stderr
     assert "continuing after update" in resumed.stdout and "in epoch 1" in resumed.stdout
@@ -70,6 +65,5 @@ def test_killed_and_resumed_on_two_processes_it_has_the_same_bits(name: str, tmp
     if "--ema.enabled" in words:
         assert (whole / "ema.safetensors").read_bytes() == (run / "ema.safetensors").read_bytes()
     if name == "repeats":
-        counts = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-        assert [line["count"] for line in counts if line["kind"] == "eval" and line["split"] == "train"] == [512, 512]
+        assert [line["count"] for line in helpers.lines_of(whole, "eval", "train")] == [512, 512]
         assert "512 an epoch, each image 3 times in its update" in done.stdout

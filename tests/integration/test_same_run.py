@@ -94,9 +94,8 @@ def trained(run: Path, world: int, accumulation: int, *, launcher: bool = False)
     words = (*OPTIONS, "--micro-batch-size", micro_batch, "--output-dir", run)
     done = helpers.run(*words, processes=world, timeout=250, launcher=launcher)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if line["kind"] == "train"]
-    return {"losses": losses, "result": json.loads((run / "result.json").read_text())}
+    losses = [line["loss"] for line in helpers.lines_of(run, "train")]
+    return {"losses": losses, "result": helpers.result_of(run)}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 import helpers
 import pytest
 
-from accel_train.checkpoint.directory import delete_checkpoint, list_updates
 from accel_train.cli import main
 
 DATA = '''
@@ -47,17 +46,13 @@ def test_killed_and_resumed_on_two_processes_it_draws_the_same(tmp_path: Path) -
 
     with helpers.started(run, *words) as started:
         started.until(lambda: (run / "checkpoints/update-00000006").exists())
-    for update in list_updates(run / "checkpoints"):
-        if update > 8:  # of the 12 of the first epoch: so that it is always in its middle
-            delete_checkpoint(run / "checkpoints", update)
+    helpers.go_back_to(8, run)  # of the 12 of the first epoch: so that it is always in its middle
     resumed = helpers.run(*words, "--output-dir", run, processes=2)
     assert resumed.returncode == 0, resumed.stderr
     assert "continuing after update" in resumed.stdout and "in epoch 1" in resumed.stdout
     assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     for folder in (whole, run):
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        counts = [line["count"] for line in lines if line["kind"] == "eval" and line["split"] == "train"]
-        assert counts == [train, train]
+        assert [line["count"] for line in helpers.lines_of(folder, "eval", "train")] == [train, train]
         newest = max((folder / "checkpoints").glob("update-*")) / "state.json"
         assert json.loads(newest.read_text())["train"]["samples_seen"] == 2 * train
 

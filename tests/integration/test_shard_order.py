@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import shutil
 import tarfile
@@ -14,8 +13,6 @@ import numpy as np
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
-
-from accel_train.checkpoint.directory import delete_checkpoint, list_updates
 
 WORDS = """
 digits --epochs 2 --model.name mnist_cnn --model.image-size 28 --model.dropout 0.2 --batch-size 48
@@ -58,9 +55,7 @@ def test_the_same_bits_on_any_number_of_processes_also_after_a_kill(tmp_path: Pa
     run = tmp_path / "killed"
     with helpers.started(run, *words, processes=2) as started:
         started.until(lambda: (run / "checkpoints/update-00000006").exists())
-    for update in list_updates(run / "checkpoints"):
-        if update > 8:  # of the 12 of the first epoch: so that it is always in its middle
-            delete_checkpoint(run / "checkpoints", update)
+    helpers.go_back_to(8, run)  # of the 12 of the first epoch: so that it is always in its middle
     batch = helpers.run(*words, "--batch-size", 96, "--allow-change", "batch-size", "--output-dir", run)
     assert batch.returncode == 2 and "epoch 1, which has to be completed with the samples" in batch.stderr
     assert "(batch-size: 48 -> 96)" in batch.stderr and len(batch.stderr.splitlines()) == 1
@@ -68,8 +63,7 @@ def test_the_same_bits_on_any_number_of_processes_also_after_a_kill(tmp_path: Pa
     assert resumed.returncode == 0, resumed.stderr
     assert re.search("continuing after update [2-8], in epoch 1, on 3 processes", resumed.stdout)
     assert (run / "model.safetensors").read_bytes() == models[0]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["count"] for line in lines if line["kind"] == "eval" and line["split"] == "train"] == [540, 540]
+    assert [line["count"] for line in helpers.lines_of(run, "eval", "train")] == [540, 540]
 
 
 @pytest.mark.ci

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import helpers
 import pytest
+from helpers import lines_of, result_of
 
-from accel_train.checkpoint.directory import delete_checkpoint, list_updates
+from accel_train.checkpoint.directory import list_updates
 from accel_train.cli import main
 
 DIGITS = ("digits", "--data.val-fraction", "0.1", "--data.train-limit", "480", "--checkpoint.keep", "50")  # 10 updates
 FLAT = (*DIGITS, "--optim.lr", "0", "--epochs", "30", "--best-metric", "loss", "--checkpoint.every-updates", "4")
-
-
-def result(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "result.json").read_text())
-    return found
-
-
-def evaluations(run: Path, split: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "eval" and line["split"] == split]
 
 
 @pytest.mark.slow
@@ -32,22 +22,19 @@ def test_without_progress_it_ends_after_the_patience_also_killed_and_on_two_proc
     patient = (*FLAT, "--stop.patience-epochs", "3")
     with helpers.started(run, *patient) as started:
         started.until(lambda: (run / "checkpoints/update-00000012").exists())
-    (run / "result.json").unlink(missing_ok=True)
-    for update in list_updates(run / "checkpoints"):
-        if update > 12:  # so that it is always killed in its second epoch
-            delete_checkpoint(run / "checkpoints", update)
+    helpers.go_back_to(12, run)  # so that it is always killed in its second epoch
     ended = helpers.run(*patient, "--output-dir", run, processes=2)
     assert ended.returncode == 0, ended.stderr
     assert "digits: 4 of 30 epochs, 40 updates" in ended.stdout
     assert "stopped by --stop.patience-epochs, after 3 epochs without a better val loss" in " ".join(
         ended.stdout.split()
     )
-    found = result(run)
+    found = result_of(run)
     assert (found["stopped_by"], found["epochs"], found["updates"]) == ("patience", 4, 40)
     assert (found["best_metric"], found["best_update"], found["best_val_accuracy"]) == ("loss", 10, None)
-    assert found["best_value"] == evaluations(run, "val")[0]["loss"]
+    assert found["best_value"] == lines_of(run, "eval", "val")[0]["loss"]
     assert found["test_accuracy"] is not None and (run / "model.safetensors").exists()
-    assert evaluations(run, "test")[-1]["epoch"] == 4
+    assert lines_of(run, "eval", "test")[-1]["epoch"] == 4
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
 
     again = helpers.run(*patient, "--output-dir", run)
@@ -58,7 +45,7 @@ def test_without_progress_it_ends_after_the_patience_also_killed_and_on_two_proc
     refused = helpers.run(*more)
     assert refused.returncode == 2 and "--allow-change stop.patience-epochs" in refused.stderr
     assert helpers.run(*more, "--allow-change", "stop").returncode == 0
-    assert (result(run)["epochs"], result(run)["stopped_by"]) == (5, "patience")
+    assert (result_of(run)["epochs"], result_of(run)["stopped_by"]) == (5, "patience")
     assert json.loads((run / "result-epoch-4.json").read_text()) == found
 
 
@@ -74,13 +61,13 @@ def test_the_hours_of_all_starts_count(tmp_path: Path) -> None:
     hours = (before["wall_seconds"] + 0.01) / 3600  # over at the end of the next epoch
     ended = helpers.run(*words, "--stop.hours", hours, "--output-dir", run, processes=2)
     assert ended.returncode == 0, ended.stderr
-    found = result(run)
+    found = result_of(run)
     assert (found["stopped_by"], found["epochs"]) == ("hours", before["epoch"] + 1)
     assert f"stopped by --stop.hours {hours:g}, after" in " ".join(ended.stdout.split())
-    assert evaluations(run, "test")[-1]["epoch"] == found["epochs"]
+    assert lines_of(run, "eval", "test")[-1]["epoch"] == found["epochs"]
     more = ("--stop.hours", hours * 1.0001, "--output-dir", run, "--allow-change", "stop.hours")
     assert helpers.run(*words, *more).returncode == 0
-    assert (result(run)["stopped_by"], result(run)["epochs"]) == ("hours", found["epochs"])  # it was over by then
+    assert (result_of(run)["stopped_by"], result_of(run)["epochs"]) == ("hours", found["epochs"])  # it was over by then
 
 
 @pytest.mark.ci
@@ -98,9 +85,9 @@ def test_the_best_is_that_of_the_metric_and_begins_anew_with_another_one(tmp_pat
     ]
     words += ["--schedule.warmup-epochs", "0", "--optim.lr", "0.3"]
     assert main([*words, "--epochs", "5", "--best-metric", "loss"]) == 0
-    lines = evaluations(run, "val")
+    lines = lines_of(run, "eval", "val")
     best = min(lines, key=lambda line: line["loss"])
-    assert (result(run)["best_update"], result(run)["best_value"]) == (best["update"], best["loss"])
+    assert (result_of(run)["best_update"], result_of(run)["best_value"]) == (best["update"], best["loss"])
     state = json.loads((max((run / "checkpoints").glob("update-*")) / "state.json").read_text())
     lowest, decays = float("inf"), 0
     for line in lines:
@@ -111,9 +98,9 @@ def test_the_best_is_that_of_the_metric_and_begins_anew_with_another_one(tmp_pat
     assert main([*words, "--epochs", "6", "--best-metric", "f1", "--allow-change", "epochs"]) == 2
     allowed = ["--allow-change", "epochs", "best-metric"]
     assert main([*words, "--epochs", "6", "--best-metric", "f1", *allowed]) == 0
-    last = evaluations(run, "val")[-1]
-    assert (result(run)["best_update"], result(run)["best_value"]) == (last["update"], last["f1"])
-    assert result(run)["stopped_by"] == "epochs"
+    last = lines_of(run, "eval", "val")[-1]
+    assert (result_of(run)["best_update"], result_of(run)["best_value"]) == (last["update"], last["f1"])
+    assert result_of(run)["stopped_by"] == "epochs"
 
 
 @pytest.mark.parametrize(

@@ -244,8 +244,7 @@ def test_signal_during_an_evaluation(tmp_path: Path) -> None:
     long_evaluation += ("--data.train-limit", 96, "--data.test-limit", 20000, "--eval-batch-size", 4)
 
     def evaluations(run: helpers.Started) -> list[str]:
-        lines = map(json.loads, (run.run / "metrics.jsonl").read_text().splitlines())
-        return [line["split"] for line in lines if line["kind"] == "eval"]
+        return [line["split"] for line in helpers.lines_of(run.run, "eval")]
 
     with started(tmp_path / "run", "digits", "--epochs", 1, *long_evaluation) as run:
         run.until(lambda: (run.run / "metrics.jsonl").exists() and evaluations(run) == ["train"])

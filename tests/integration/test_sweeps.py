@@ -30,8 +30,7 @@ def trials(folder: Path) -> list[Any]:
 
 
 def events(run: Path, text: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line.get("text") == text]
+    return [line for line in helpers.lines_of(run, "event") if line["text"] == text]
 
 
 def test_processes_share_a_study_that_goes_on_after_a_kill(tmp_path: Path) -> None:

@@ -118,8 +118,7 @@ def test_all_processes_have_the_main_processs_rates(tmp_path: Path) -> None:
     words = (*WORDS, "--schedule.name", f"{tmp_path}/mine.py:factor", "--epochs", 1, "--output-dir", run)
     done = helpers.run(*words, processes=2)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rates = [line["lr"] for line in lines if line["kind"] == "train"]
+    rates = [line["lr"] for line in helpers.lines_of(run, "train")]
     assert len({*rates}) == len(rates) == 10
 
 
