@@ -25,7 +25,6 @@ from accel_train.records.events import (
     Logged,
     MetricsLines,
     Noted,
-    Started,
     Status,
     Stream,
     Warned,
@@ -68,8 +67,7 @@ TIMES = ("time", "seconds", "images_per_second", "data_wait_fraction", "generati
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in helpers.lines_of(run)]
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
@@ -194,20 +192,3 @@ def test_a_line_has_the_time_of_its_event_and_nan_is_null(tmp_path: Path) -> Non
         "kind": "eval", "time": 13.0, "split": "val", "weights": "ema", "epoch": 1, "update": 9, "loss": 0.25,
         "count": 40, "seconds": 1.5,
     }  # fmt: skip
-
-
-def test_a_start_removes_the_lines_of_what_comes_again(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path, writes=True)
-    stream = Stream([MetricsLines(directory)])
-    for update in range(1, 9):
-        stream.emit(Logged(update, 1, 0.1, {"loss": 1.0}, None))
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write("damaged\n")
-    heard: list[tuple[str, Event]] = []
-    started = Started(3, 9, 1, False, 0, resumed=True, trained=False, checkpoint=3, directory=tmp_path)
-    Stream([MetricsLines(directory), Listener(heard, "last")]).emit(started)
-    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line.get("update") for line in kept] == [1, 2, 3, 3, None]  # then the checkpoint, and the warning
-    assert [event.text for _, event in heard if isinstance(event, Warned)] == [
-        "metrics.jsonl: 1 damaged line moved to metrics.damaged.jsonl"
-    ]

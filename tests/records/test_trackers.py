@@ -62,14 +62,10 @@ def tensorboard(run: Path) -> Curves:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def curves_of(run: Path) -> Curves:
     """The curves in metrics.jsonl."""
     found: Curves = {}
-    for point in filter(None, map(point_of, lines_of(run))):
+    for point in filter(None, map(point_of, helpers.lines_of(run))):
         for name, value in point.values.items():
             found.setdefault(name, []).append((point.step, value))
     return found
@@ -107,7 +103,7 @@ def test_tensorboard_after_a_kill_and_a_resume(tmp_path: Path) -> None:
     with helpers.started(run, *words, "--checkpoint.every-updates", 20) as killed:
 
         def is_after_the_checkpoint() -> bool:
-            lines = lines_of(run) if (run / "metrics.jsonl").exists() else []
+            lines = helpers.lines_of(run) if (run / "metrics.jsonl").exists() else []
             return (run / "checkpoints" / "update-00000020").exists() and max(x.get("update", 0) for x in lines) >= 24
 
         killed.until(is_after_the_checkpoint)
@@ -206,7 +202,7 @@ def test_mlflow_continues_one_run_and_gets_no_step_twice(tmp_path: Path, mlflow:
     assert (mlflow.experiments, found.info.run_name) == (["digits"], "mine")
     losses = [(value.step, value.value) for value in found.values if value.key == "train/loss"]
     assert losses == [(step, step) for step in range(1, 21)]
-    times = {line["update"]: line["time"] for line in lines_of(tmp_path / "mine") if line["kind"] == "train"}
+    times = {line["update"]: line["time"] for line in helpers.lines_of(tmp_path / "mine") if line["kind"] == "train"}
     assert next(value.timestamp for value in found.values if value.step == 3) == int(times[3] * 1000)
     assert found.data.params["optim.lr"] == 0.1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run
+from helpers import lines_of, run
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -44,11 +44,6 @@ optim: {{name: adamw, lr: 0.01}}
     path = folder / "exploding.yaml"
     path.write_text(text)
     return path
-
-
-def events(directory: Path) -> list[dict[str, object]]:
-    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == "event"]
 
 
 def states(directory: Path, update: int) -> dict[str, torch.Tensor]:
@@ -92,7 +87,7 @@ def test_stop_then_go_on_with_skip(recipe: Path, tmp_path: Path, optimizer: str)
     assert status["state"] == "failed"
     assert f"Update {bad} is not finite" in status["reason"]
     assert not (directory / "REQUEUE").exists()
-    assert events(directory)[-1]["action"] == "stop"
+    assert lines_of(directory, "event")[-1]["action"] == "stop"
 
     resumed = run(*words, "--on-nonfinite", "skip")
     assert resumed.returncode == 0, resumed.stderr
@@ -111,7 +106,9 @@ def test_skip_leaves_all_as_it_was(recipe: Path, tmp_path: Path, processes: int,
     words = (*words, "--output-dir", tmp_path / "skip")
     skipped = run(*words, processes=processes)
     assert skipped.returncode == 0, skipped.stderr
-    (bad,) = [int(str(event["update"])) for event in events(tmp_path / "skip") if event.get("action") == "skip"]
+    (bad,) = [
+        int(str(event["update"])) for event in lines_of(tmp_path / "skip", "event") if event.get("action") == "skip"
+    ]
     assert f"update {bad} is not finite" in skipped.stderr + skipped.stdout
     if bad > 1:
         assert_equal(states(tmp_path / "skip", bad - 1), states(tmp_path / "skip", bad))
@@ -144,7 +141,7 @@ def test_a_model_that_is_broken_is_not_skipped_for_ever(tmp_path: Path) -> None:
     )
     assert broken.returncode == 2
     assert "the 10 updates before it were skipped" in broken.stderr
-    actions = [event.get("action") for event in events(tmp_path / "run")]
+    actions = [event.get("action") for event in lines_of(tmp_path / "run", "event")]
     assert actions == ["skip"] * 10 + ["stop"]
 
 

@@ -10,7 +10,7 @@ import helpers
 import pytest
 
 from accel_train.errors import UserError
-from accel_train.records.events import Ended, Evaluated, Logged, SaveCommitted, Started, UpdateDone
+from accel_train.records.events import Ended, Evaluated, SaveCommitted, Started, UpdateDone
 from accel_train.run.observers import METHODS, Observers, check_observers
 from accel_train.run.stopping import StopRequests
 
@@ -145,19 +145,6 @@ def test_what_it_does_to_the_values_nobody_sees() -> None:
     assert other.heard[0][1].metrics == {"loss": 1.0} and other.heard[1][1].result == {"settings": {"a": [1]}}
 
 
-def test_an_update_is_told_once_with_its_figures_if_they_are_due() -> None:
-    heard = Asks()
-    observers = Observers([heard], StopRequests())
-    for event in (
-        UpdateDone(1, 1, None, line_due=False),
-        UpdateDone(2, 1, None, line_due=True),
-        Logged(2, 1, 0.1, {"loss": 0.5}, None),
-        Evaluated("train", 2, 1, {"loss": 0.5}, 9, 0.1),
-    ):
-        observers.handle(event)
-    assert [(event.update, event.metrics) for _, event in heard.heard] == [(1, None), (2, {"loss": 0.5})]
-
-
 # Real runs in one process after each other: 10 updates an epoch, a line of the log each 4th.
 PROGRAM = """
 import json, os, sys, time
@@ -276,8 +263,7 @@ go('strict', strict)
 def test_a_save_asked_for_at_each_update_is_made(tmp_path: Path) -> None:
     heard = told("go('saves', Sees('save', 'on_update'))", tmp_path)
     assert of(heard, "result") == [["saves", True, "epochs", 20]]
-    lines = map(json.loads, (tmp_path / "saves" / "metrics.jsonl").read_text().splitlines())
-    saved = [line["update"] for line in lines if line["kind"] == "checkpoint"]
+    saved = [line["update"] for line in helpers.lines_of(tmp_path / "saves", "checkpoint")]
     assert saved == [*range(2, 21)]
     assert [value["update"] for value in of(heard, "on_checkpoint")] == saved
 
@@ -292,15 +278,3 @@ def test_all_processes_stop_and_save_at_the_same_update(tmp_path: Path, processe
     assert len([value for value in of(heard, "result") if value[1]]) == 2 * processes
     assert [start["update"] for start in of(heard, "on_start")] == [0, 0, 5]  # told on the main process alone
     assert weights(tmp_path / "stop") == weights(tmp_path / "save")
-
-
-def test_a_notebook_observes_two_processes(tmp_path: Path) -> None:
-    script = f"""
-from accelerate import notebook_launcher
-def job():
-    go('run', Sees('stop', 'on_evaluation'))
-notebook_launcher(job, (), num_processes=2, use_port="{helpers.free_port()}")
-"""
-    heard = told(script, tmp_path)
-    assert {tuple(value) for value in of(heard, "result")} == {("run", False, "the observer Sees", 12)}
-    assert len(of(heard, "on_start")) == 1
