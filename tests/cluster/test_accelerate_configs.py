@@ -71,16 +71,3 @@ def test_those_that_need_no_gpu_run_without_one(name: str, world_size: int) -> N
     assert all(world["world_size"] == world["sum"] == world_size for world in found)
     assert found[0]["precision"] == ("bf16" if name == "single_gpu" else "no")
     assert found[0]["threads"] == max(1, len(os.sched_getaffinity(0)) // world_size)
-
-
-@pytest.mark.slow
-def test_two_nodes_with_two_processes_each_make_a_world_of_four() -> None:
-    line = ["-m", "accelerate.commands.launch", "--config_file", DIRECTORY / "palmetto_2x2.yaml"]
-    address = ["--main_process_ip", "127.0.0.1", "--main_process_port", helpers.free_port()]
-    environment = worlds.environment(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
-    launchers = [
-        helpers.Captured([*line, "--machine_rank", rank, *address, worlds.PROGRAM], environment) for rank in range(2)
-    ]
-    codes, found, text = worlds.finish(*launchers)
-    assert codes == [0, 0], text
-    assert [(world["rank"], world["sum"], world["local"][1]) for world in found] == [(r, 4, 2) for r in range(4)]

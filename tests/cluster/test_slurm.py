@@ -190,14 +190,8 @@ def jobs(cluster: Cluster, limited: Job) -> dict[str, Job]:
     }
 
 
-def lines(job: Job) -> list[dict]:
-    """Return the training lines of metrics.jsonl."""
-    found = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in found if line["kind"] == "train"]
-
-
 def losses(job: Job) -> list[float]:
-    return [line["loss"] for line in lines(job)]
+    return [line["loss"] for line in helpers.lines_of(job.run, "train")]
 
 
 WHAT_IT_IS = """\
@@ -302,7 +296,10 @@ def test_a_run_survives_everything(cluster: Cluster, uninterrupted: dict[str, Jo
     cluster.command("scontrol", "requeue", job.number)
     job.restarted(5)
     assert job.result()["world_size"] == uninterrupted["pair"].result()["world_size"] == 2
-    expected, found = ({line["update"]: line["loss"] for line in lines(one)} for one in (uninterrupted["pair"], job))
+    expected, found = (
+        {line["update"]: line["loss"] for line in helpers.lines_of(one.run, "train")}
+        for one in (uninterrupted["pair"], job)
+    )
     assert [update for update in expected if expected[update] != found.get(update, expected[update])] == []
     assert job.weights() == uninterrupted["pair"].weights()
 
@@ -388,21 +385,6 @@ def test_spaces_and_quotes_and_the_line_that_is_pasted(cluster: Cluster, uninter
     again = Job(cluster, cluster.command("bash", "-c", pasted).split()[-1], ())
     again.run, again.folder = run, folder
     assert again.result()["world_size"] == 2 and again.weights() == uninterrupted["pair"].weights()
-
-
-@pytest.mark.slow
-def test_a_warning_to_the_batch_script_alone_reaches_the_ranks(cluster: Cluster) -> None:
-    """--signal=B:USR1, as the scripts ask for it."""
-    options = "--nodes=2 --time=1 --signal=B:USR1@5"
-    words = ("digits", "--epochs", "3000", "--log-every-updates", "10")  # on any machine longer than the job's minute
-    job = cluster.submit("train.sbatch", *words, options=options, PROCESSES_PER_NODE="1")
-    job.restarted(1)
-    assert "Stopped by SIGUSR1 after update" in job.log() and "requeueing" in job.log()
-    job.trains_on()
-    cluster.command("scancel", job.number)
-    job.ended()
-    assert "the batch system has ended this job" in job.log() and "sbatch --nodes=2 " in job.log()
-    assert "continuing after update" in job.log()
 
 
 @pytest.mark.slow
