@@ -86,13 +86,6 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path)
     verify_files(place)
 
 
-def test_the_same_update_is_replaced(tmp_path):
-    commit(tmp_path, 7, write)
-    place = commit(tmp_path, 7, lambda path: (path / "new").touch())
-    assert {path.name for path in place.iterdir()} == {"new", "manifest.json"}
-    assert [path.name for path in tmp_path.iterdir()] == [place.name]
-
-
 def test_a_write_that_fails_leaves_the_old_one_and_no_rubbish(tmp_path):
     place = commit(tmp_path, 7, write)
 

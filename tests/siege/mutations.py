@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 
 from accel_train.files import sha256
@@ -317,6 +318,15 @@ def pickle_that_runs(victim: Victim) -> None:
         path.write_bytes(harm)
 
 
+def another_state(victim: Victim) -> None:
+    """One value of the optimizer's state, or of the tensors in it, is another one."""
+    path = victim.file(".pt")
+    tensors = torch.zeros(3), torch.tensor(math.nan), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(1).expand(10**9)
+    with contextlib.suppress(Exception):  # it was damaged before
+        state = torch.load(path, weights_only=True)
+        torch.save(change(state, victim.chance, lambda _: victim.chance.choice([*VALUES, *tensors])), path)
+
+
 def base_of_the_configuration(victim: Victim) -> None:
     values = read(victim.run / "config.yaml")
     bases = [
@@ -384,7 +394,7 @@ MUTATIONS: list[Callable[[Victim], None]] = [
     truncate, flip_bytes, append, exchange, delete, *[another_kind] * 7, moved_outside, sparse, deep, another_value,
     another_value, other_values, another_text, another_text, another_key, another_key, class_names, file_names,
     name_of_the_run, numbers_of_checkpoints, code_in_the_configuration, code_of_the_run, yaml_that_runs,
-    pickle_that_runs, base_of_the_configuration, files_named_by_the_configuration, header_of_weights,
+    pickle_that_runs, another_state, base_of_the_configuration, files_named_by_the_configuration, header_of_weights,
     weights_that_are_not_finite,
 ]  # fmt: skip
 
