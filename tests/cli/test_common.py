@@ -28,15 +28,6 @@ def test_plain_columns_are_aligned_and_whole(capsys: pytest.CaptureFixture[str])
     ]
 
 
-def test_a_cell_is_one_line_and_no_command_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(("class", "n"), [("cat\x1b[2J\nforged", "1"), ("dog", "2")], numbers=("n",))
-    assert capsys.readouterr().out.splitlines() == [
-        f"{'class':18}  n",
-        r"cat\x1b[2J\nforged  1",
-        f"{'dog':18}  2",
-    ]
-
-
 def test_on_a_terminal_long_cells_wrap_and_repeated_ones_are_left_out() -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_common import HEAD, ROWS; "

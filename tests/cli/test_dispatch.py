@@ -71,8 +71,6 @@ def test_help_lists_each_command_with_a_line() -> None:
          "--data.rot: unknown option (command line). Did you mean 'data.root'?"),
         (["evaluate", "no/run"],
          "no/run: not a run, because there is no such folder; give the folder that training wrote (runs/RECIPE/…)."),
-        (["predict", "{run}"],
-         "accel-train predict: IMAGES is missing; accel-train predict RUN IMAGES [--key value …]"),
         (["completion", "csh"], "SHELL: expected one of bash, zsh, found 'csh'."),
         (["after-job", "x"], "CODE: expected a whole number, found 'x'."),
         (["predict", "{run}", "a.png"], "a.png: no such image or folder."),
@@ -80,22 +78,16 @@ def test_help_lists_each_command_with_a_line() -> None:
          "--top-k: expected a number greater than 0, found '0' (command line)."),
         (["predict", "{run}", "{run}", "--output", "a.txt"],
          "--output: expected a name that ends in .csv or .jsonl, found 'a.txt' (command line)."),
-        (["check-data", "folder", "--processes", "-1"],
-         "--processes: expected a number greater than 0, found '-1' (command line)."),
         *[([*words, "folder", "--data.root", "{run}/no"], NO_ROOT) for words in
-          (["train", "digits", "--data.name"], ["find-lr", "digits", "--data.name"], ["check-data"],
-           ["preview", "digits", "--data.name"])],
+          (["train", "digits", "--data.name"], ["find-lr", "digits", "--data.name"], ["check-data"])],
         (["bench", "digits", "--data.name", "folder", "--data.root", "{run}/no"],
          f"{NO_ROOT} Or measure on synthetic images: --data.name synthetic."),
         (["train", "digits", "--data.root", "x"], "--data.root x: --data.name is digits, which come with the package "
          "and are not read from there. For your own data give its kind, too: --data.name folder."),
         (["train", "digits", "--data.name", "csv", "--data.root", "no.csv"],
          "--data.root no.csv does not exist; name a CSV file."),
-        (["train", "digits", "--data.name", "tar", "--data.root", "no.tar"],
-         "--data.root no.tar does not exist; name a tar file or a folder of them."),
         (["recipes", "no_such_one"], "unknown recipe 'no_such_one'. `accel-train recipes` lists the recipes; "
          "to use a file of your own, give its path, which ends in .yaml."),
-        (["recipes", "a", "b"], "too many words: 'a b'; see --help."),
     ],
 )  # fmt: skip
 def test_an_error_is_one_line_without_torch(words: list[str], message: str, tmp_path: Path) -> None:
