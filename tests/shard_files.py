@@ -18,14 +18,14 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     archive.addfile(info, io.BytesIO(content))
 
 
-def write_shards(folder: Path, *, train: int = TRAIN, val: int = 1, per_shard: int = PER_SHARD, side: int = 12) -> Path:
-    """Write WebDataset shards train-000.tar, … and val-000.tar, … of noise, in two classes; return the folder."""
+def write_shards(folder: Path, *, train: int = TRAIN, side: int = 12) -> Path:
+    """Write WebDataset shards train-000.tar, … and val-000.tar of noise, in two classes; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = np.random.default_rng(0)
-    for split, count in (("train", train), ("val", val)):
+    for split, count in (("train", train), ("val", 1)):
         for shard in range(count):
             with tarfile.open(folder / f"{split}-{shard:03d}.tar", "w") as archive:
-                for number in range(per_shard):
+                for number in range(PER_SHARD):
                     image = io.BytesIO()
                     pixels = numbers.integers(0, 256, (side, side, 3), dtype=np.uint8)
                     Image.fromarray(pixels).save(image, "PNG")

@@ -107,27 +107,18 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("cat,test", "dog,test", "The processes do not agree: table is "),
-        ("cat,test", ",test", "On rank 1, but not on all: labels.csv, row "),
-    ],
-)
-def test_processes_with_another_table_do_not_train_together(
-    images: Path, tmp_path: Path, old: str, new: str, expected: str
-) -> None:
+def test_processes_with_another_table_do_not_train_together(images: Path, tmp_path: Path) -> None:
     for rank in "01":
         (tmp_path / rank).mkdir()
         for split in COUNTS:
             (tmp_path / rank / split).symlink_to(images / split)
         text = (images / "labels.csv").read_text()
-        (tmp_path / rank / "labels.csv").write_text(text.replace(old, new, 1) if rank == "1" else text)
+        (tmp_path / rank / "labels.csv").write_text(text.replace("cat,test", "dog,test", 1) if rank == "1" else text)
     (tmp_path / "script.py").write_text(EACH_ITS_OWN)
     line = words("csv", Path("labels.csv"), tmp_path / "run")
     done = helpers.python(tmp_path / "script.py", tmp_path, "train", *line, processes=2)
     assert done.returncode == 2
-    assert expected in done.stderr
+    assert "The processes do not agree: table is " in done.stderr
     assert done.stderr.count("accel-train: error") == 1
 
 
