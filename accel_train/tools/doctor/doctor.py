@@ -6,20 +6,19 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 
 from accel_train.config.schema import Config
-from accel_train.errors import UserError, nearest, one_line, raise_mistakes
+from accel_train.errors import UserError, nearest, raise_mistakes
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import is_out_of_memory, training_advice
 from accel_train.records.cost import duration
 from accel_train.tools.bench import Workload
 from accel_train.tools.doctor import job, node, storage
-from accel_train.tools.doctor.check import FAIL, NA, PASS, Check, Examination, Finding, judged
+from accel_train.tools.doctor.check import FAIL, NA, PASS, Check, Examination, Finding, failure, judged
 from accel_train.training_setup import TrainingSetup, connect
 
 ENOUGH_UPDATES, SECONDS = 3, 3.0  # of a measurement: so many updates, and as many as take so long
@@ -30,10 +29,7 @@ def update(exam: Examination) -> Finding:
     if exam.splits is None:
         return Finding(NA, "the data could not be loaded")
     expected = "a forward, a backward pass and a step fit into memory"
-    try:
-        exam.workload = workload = Workload(exam.config, exam.launch, exam.splits)
-    except UserError as error:
-        return Finding(FAIL, str(error), expected, "Mend the recipe; see accel-train train --help.")
+    exam.workload = workload = Workload(exam.config, exam.launch, exam.splits)
     exam.setup, plan = workload.setup, workload.plan
     # Asked before the first update: its sums would wait for a rank that has no memory.
     if full := [rank for rank, fits in enumerate(exam.gather(_fits(workload))) if not fits]:
@@ -71,9 +67,7 @@ def input_speed(exam: Examination) -> Finding:
     model = exam.config.batch_size / seconds
     if alone < model:
         exam.measured["training_seconds"] *= model / alone
-    advice = "Give each process more cores (--cpus-per-task)."
-    if not workload.setup.splits.train.in_memory:
-        advice += " Or decode less: accel-train shards --encoding raw, --data.reduced-decode true."
+    advice = "More cores a process (--cpus-per-task), or decode less: accel-train shards --encoding raw."
     expected = "the input is faster than the model, so that the device never waits"
     return judged(alone >= model, f"input {alone:,.0f} images/s, model {model:,.0f}", expected, advice)
 
@@ -119,8 +113,7 @@ def doctor(launch: Launch, config: Config, *, skip: Collection[str] = ()) -> Dia
     """Make all checks but those in `skip`. Collective. Raises UserError if the processes cannot connect."""
     began = time.monotonic()
     raise_mistakes(f"--skip: no check is named {name!r}.{nearest(name, CHECKS)}" for name in skip if name not in CHECKS)
-    accelerator = connect(config, launch)
-    exam = Examination(config, launch, accelerator, _existing_folder(config))
+    exam = Examination(config, launch, connect(config, launch))
     found = {name: _examined(exam, check) for name, check in CHECKS.items() if name not in skip}
     return Diagnosis(found, time.monotonic() - began)
 
@@ -135,7 +128,7 @@ class StartDoctor:
 
     def __call__(self, config: Config, launch: Launch, accelerator: Accelerator) -> Callable[[TrainingSetup], None]:
         """Check the processes, which are connected; return the function that checks the rest. Collective."""
-        exam = Examination(config, launch, accelerator, _existing_folder(config))
+        exam = Examination(config, launch, accelerator)
         self._make(exam, CONNECTED, is_last=False)
 
         def finish_preflight(setup: TrainingSetup) -> None:
@@ -145,26 +138,18 @@ class StartDoctor:
         return finish_preflight
 
     def _make(self, exam: Examination, checks: Mapping[str, Check], *, is_last: bool) -> None:
-        before, began, found = self.seconds, time.monotonic(), {}
+        began, found = time.monotonic() - self.seconds, {}
+        late = Finding(NA, f"the checks before it took more than {START_SECONDS:.0f} s")
         for name, check in checks.items():
-            self.seconds = before + time.monotonic() - began
-            if broadcast_from_main(exam.accelerator, lambda: self.seconds > START_SECONDS):
-                found[name] = Finding(NA, f"the checks before it took more than {START_SECONDS:.0f} s")
-            else:
-                found[name] = _examined(exam, check)
+            is_late = broadcast_from_main(exam.accelerator, lambda: time.monotonic() - began > START_SECONDS)
+            found[name] = late if is_late else _examined(exam, check)
         clear_device_cache()  # the training needs the memory
-        self.seconds = before + time.monotonic() - began
+        self.seconds = time.monotonic() - began
         self.report(Diagnosis(found, self.seconds), is_last)
 
 
 def _examined(exam: Examination, check: Check) -> Finding:
     try:
         return check(exam)
-    except RuntimeError as error:  # a collective that failed has failed on every rank
-        return Finding(FAIL, one_line(error, 200), "no error", "Look at the messages of the other ranks.")
-
-
-def _existing_folder(config: Config) -> Path:
-    """The folder to which the run will be written, or the nearest one above it that exists."""
-    wanted = Path(config.output_dir or Path("runs")).absolute()
-    return next(folder for folder in (wanted, *wanted.parents) if folder.is_dir())
+    except (UserError, RuntimeError) as error:  # a collective that failed has failed on every rank
+        return failure(error)

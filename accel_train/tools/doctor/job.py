@@ -8,28 +8,17 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from accel_train.errors import UserError, first_of, reason_of
+from accel_train.errors import UserError, reason_of
 from accel_train.launch.environment import in_job
 from accel_train.launch.process import launcher_command, parent_process
 from accel_train.records.directory import environment
 from accel_train.run.start import find_finished_run
 from accel_train.tools.cluster.scheduler import PBS_TIMES, ask
-from accel_train.tools.doctor.check import (
-    FAIL,
-    NA,
-    PASS,
-    WARN,
-    Examination,
-    Finding,
-    judged,
-    on_each_rank,
-    on_main,
-    worst_rank,
-)
+from accel_train.tools.doctor import check
+from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Finding, judged, on_each_rank, on_main
 
 DRIVER = Path("/proc/driver/nvidia/version")
 CLOCK_SECONDS, PROXY_SECONDS = 1.0, 1.0
@@ -53,31 +42,18 @@ def versions(exam: Examination) -> Finding:
     mine = environment(exam.launch.world_size, [])
     facts = {"python": mine["python"], **mine["packages"], "CUDA": str(mine["cuda"]), "commit": str(mine["commit"])}
     facts["driver"] = DRIVER.read_text().partition("\n")[0] if DRIVER.exists() else ""
-    return _same(exam, facts, "Activate the same environment on all nodes.")
-
-
-def _same(exam: Examination, facts: Mapping[str, str], advice: str) -> Finding:
-    """FAIL if a fact differs between ranks, or is missing on some. Collective."""
-    everyone: list[Mapping[str, str]] = exam.gather(facts)
-    differences = []
-    for name in sorted({name for theirs in everyone for name in theirs}):
-        values = [theirs.get(name, "not set") for theirs in everyone]
-        if others := [rank for rank, value in enumerate(values) if value != values[0]]:
-            differences.append(f"{name} is {values[others[0]]} on {exam.names(others)}, {values[0]} on rank 0")
-    measured = first_of(differences) if differences else f"{len(facts)} are equal"
-    return judged(not differences, measured, "the same on all ranks", advice, otherwise=FAIL)
+    return check.same(exam, facts, "Activate the same environment on all nodes.")
 
 
 def variables(exam: Examination) -> Finding:
     """The variables that change what is computed or how processes connect are the same; a proxy answers."""
     mine = {name: value for name, value in os.environ.items() if name.startswith(JOB_VARIABLES)}
     mine = {name: value for name, value in mine.items() if not MAY_DIFFER.fullmatch(name)}
-    same = _same(exam, mine, "Export it in the job script, before srun.")
-    proxies = worst_rank(exam, _proxy)
-    return same if same.status == FAIL else proxies if proxies.status == WARN else same
+    return check.worst(check.same(exam, mine, "Export it in the job script, before srun."), _proxy(exam))
 
 
-def _proxy() -> Finding:
+@on_each_rank
+def _proxy(_: Examination) -> Finding:
     for name in PROXIES:
         url = os.environ.get(name, "")
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -101,10 +77,7 @@ def clocks(exam: Examination) -> Finding:
         offsets.append([each - everyone[0] for each in everyone])
     best = min(offsets, key=lambda each: max(map(abs, each)))
     far = max(range(len(best)), key=lambda rank: abs(best[rank]))
-    expected = f"within {CLOCK_SECONDS:.0f} s of rank 0"
-    if len(set(exam.hosts)) == 1 and abs(best[far]) <= CLOCK_SECONDS:
-        return Finding(NA, "one host has one clock", expected)
-    measured = f"{exam.names([far])} is {best[far]:+.2f} s from rank 0"
+    measured, expected = f"{exam.names([far])} is {best[far]:+.2f} s from rank 0", f"within {CLOCK_SECONDS:.0f} s"
     advice = f"Ask the administrators to set the clock of {exam.hosts[far]} (chrony)."
     return judged(abs(best[far]) <= CLOCK_SECONDS, measured, expected, advice)
 
@@ -113,20 +86,14 @@ def clocks(exam: Examination) -> Finding:
 def time_left(exam: Examination) -> Finding:
     """The run is not finished yet, and the job's time is enough for it."""
     run = exam.config.output_dir
-    if run is not None:
-        try:
-            finished = find_finished_run(run, exam.config, exam.launch)
-        except UserError as error:
-            return Finding(FAIL, str(error), "a run that can go on", "Choose another --output-dir.")
-        if finished is not None and finished.result:
-            advice = "Choose another --output-dir; or more --epochs, with --allow-change epochs."
-            return Finding(WARN, f"{run} holds a finished run: nothing would be trained", "a run to train", advice)
+    finished = None if run is None else find_finished_run(run, exam.config, exam.launch)
+    if finished is not None and finished.result:
+        advice = "Choose another --output-dir; or more --epochs, with --allow-change epochs."
+        return Finding(WARN, f"{run} holds a finished run: nothing would be trained", "a run to train", advice)
     end, needed = end_of_job(), exam.measured.get("training_seconds")
-    if end is None:
-        return Finding(NA, "not in a job with a time limit that is known here")
+    if end is None or needed is None:
+        return Finding(NA, "no time limit is known here, or the recipe's time was not measured")
     left = end - time.time()
-    if needed is None:
-        return Finding(NA, f"{left / 3600:.2f} h left; the recipe's time was not measured")
     advice = f"It needs {int(needed // max(left, 1))} requeues: --requeue and --signal (docs/clusters.md)."
     return judged(left >= needed, f"{left / 3600:.2f} h left", f"{needed / 3600:.2f} h for this recipe", advice)
 
@@ -146,8 +113,8 @@ def signal_of_job(exam: Examination) -> Finding:
 @on_main
 def _signal_setting(exam: Examination) -> Finding:
     save = exam.measured.get("save_seconds")
-    if (given := os.environ.get(PBS_LEAD, "")).isdigit():
-        return _judged_lead(int(given), "LEAD_SECONDS", save, "qsub -v TRAIN,LEAD_SECONDS={}")
+    if (lead := os.environ.get(PBS_LEAD, "")).isdigit():
+        return _judged_lead(int(lead), "LEAD_SECONDS", save, "qsub -v TRAIN,LEAD_SECONDS=")
     if not os.environ.get("SLURM_JOB_ID"):
         return Finding(NA, "not a job of Slurm, nor of pbs/train.pbs")
     finding = judged_signal(signal_option(), save)
@@ -159,27 +126,27 @@ def _signal_setting(exam: Examination) -> Finding:
 def judged_signal(option: str, save: float | None) -> Finding:
     """Judge sbatch's --signal by the seconds that a save takes, None if that was not measured."""
     passed_on = JOB_SCRIPT in os.environ
-    again = "sbatch --signal=" + ("B:" if passed_on else "") + "USR1@{}"
+    line = "sbatch --signal=" + ("B:" if passed_on else "") + "USR1@"
     match = re.fullmatch(r"([RB]*:)?(?:SIG)?(\w+)(?:@(\d+))?", option)
     if match is None:
         lost = "no --signal: Slurm ends the job at its time limit, and what came after the last checkpoint is lost"
-        return Finding(WARN, lost, EARLY, again.format(_enough(save, DEFAULT_LEAD)))
+        return Finding(WARN, lost, EARLY, f"{line}{_enough(save, DEFAULT_LEAD)}")
     name, seconds = match[2].upper(), int(match[3] or 60)
-    again = again.replace("{}", str(_enough(save, seconds)))
+    again = f"{line}{_enough(save, seconds)}"
     if name not in REQUEUES + SAVES:
         return Finding(FAIL, f"--signal={option}: the training does not listen to it", EARLY, again)
     if "B" in (match[1] or "") and not (passed_on and name in REQUEUES):
         return Finding(FAIL, f"--signal={option}: only the batch script gets it", EARLY, again)
     if name in SAVES:
         return Finding(WARN, f"--signal={option}: the training saves, but the job is not requeued", EARLY, again)
-    return _judged_lead(seconds, f"--signal={option}", save, again)
+    return _judged_lead(seconds, f"--signal={option}", save, line)
 
 
-def _judged_lead(seconds: int, source: str, save: float | None, again: str) -> Finding:
+def _judged_lead(seconds: int, source: str, save: float | None, line: str) -> Finding:
     if save is None:
         return Finding(NA, f"{source}; a save was not measured", EARLY)
-    measured, advice = f"{source}; a save takes {save:.2g} s", again.format(_enough(save, seconds))
-    return judged(save <= seconds / 2, measured, EARLY, advice, otherwise=FAIL)
+    measured, again = f"{source}; a save takes {save:.2g} s", f"{line}{_enough(save, seconds)}"
+    return judged(save <= seconds / 2, measured, EARLY, again, otherwise=FAIL)
 
 
 def _enough(save: float | None, seconds: int) -> int:
@@ -220,9 +187,8 @@ def _signal_path(exam: Examination) -> Finding:
 
 
 def _job_record() -> str:
-    """What Slurm says of this job; "" without Slurm."""
-    job = os.environ.get("SLURM_JOB_ID")
-    return _answer("scontrol", "show", "job", "--oneliner", job) if job else ""
+    """What Slurm says of this job; "" if it does not."""
+    return _answer("scontrol", "show", "job", "--oneliner", os.environ["SLURM_JOB_ID"])
 
 
 def _answer(*words: str) -> str:

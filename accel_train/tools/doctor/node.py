@@ -18,9 +18,9 @@ import torch
 from torch import distributed
 from torch.distributed import P2POp
 
-from accel_train.errors import counted, one_line
+from accel_train.errors import counted
 from accel_train.launch.process import available_cores, core_set, hostname
-from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Finding, judged, on_each_rank, worst_rank
+from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Finding, judged, on_each_rank, same
 
 CPU_MAX, CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LEAST_MEMORY, LEAST_SHARED_MEMORY = 2 * 2**30, 2**30  # bytes of a process, and of a node
@@ -40,35 +40,33 @@ def cores(exam: Examination) -> Finding:
     """Each process has the cores that the job asked for, and neither more threads nor more data workers than cores."""
     asked, threads = os.environ.get("SLURM_CPUS_PER_TASK", ""), torch.get_num_threads()
     workers = exam.config.data.workers or 0
-    everyone = exam.gather((exam.hosts[exam.launch.rank], core_set()))
-    host, mine = everyone[exam.launch.rank]
-    sharing = sum(1 for other, theirs in everyone if other == host and theirs & mine)
+    everyone = exam.gather((hostname(), core_set()))
+    sharing = sum(1 for host, theirs in everyone if host == hostname() and theirs & core_set())
 
-    def look() -> Finding:
+    @on_each_rank
+    def look(_: Examination) -> Finding:
         usable = min(available_cores(), cpu_quota() or available_cores())
         share = usable / sharing
-        found, expected = f"{share:.3g} for each process ({usable:.3g} shared by {sharing})", "at least one a process"
+        found = f"{share:.3g} for each process ({usable:.3g} shared by {sharing}); {threads} threads, {workers} workers"
         if asked.isdigit() and usable < int(asked):
             advice = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK", or --cpu-bind=none'
             return Finding(WARN, found, f"{asked} a task (--cpus-per-task)", advice)
         if share < 1:
-            return Finding(WARN, found, expected, "Start fewer processes, or ask for more cores.")
+            return Finding(WARN, found, "at least one a process", "Start fewer processes, or ask for more cores.")
         if threads > share:
-            advice = "Unset it: accel-train divides the cores by the processes."
-            return Finding(WARN, f"OMP_NUM_THREADS is {threads}, cores: {found}", "no more threads than cores", advice)
-        measured = f"--data.workers {workers}, cores: {found}"
-        return judged(workers <= share, measured if workers else found, expected, f"--data.workers {int(share)}")
+            advice = "Unset OMP_NUM_THREADS: accel-train divides the cores by the processes."
+            return Finding(WARN, found, "no more threads than cores", advice)
+        return judged(workers <= share, found, "no more workers than cores", f"--data.workers {int(share)}")
 
-    return worst_rank(exam, look)
+    return look(exam)
 
 
 def cpu_quota(file: Path = CPU_MAX) -> float | None:
     """The limit of the control group, in cores; None: no limit."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # "max"
         quota, period = file.read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
+        return int(quota) / int(period)
+    return None
 
 
 @on_each_rank
@@ -76,7 +74,7 @@ def memory(exam: Examination) -> Finding:
     """The host's memory that the processes of a node may use."""
     limit, asked = cgroup_limit(), memory_asked()
     usable = min(number for number in (psutil.virtual_memory().total, limit, asked) if number is not None)
-    share = usable / exam.ranks_here
+    share = usable / exam.hosts.count(hostname())
     found = f"{usable / 2**30:.1f} GiB a node, {share / 2**30:.1f} GiB a process"
     if limit is not None and asked is not None and limit < asked:
         advice = "Ask the administrators; until then use no more than this."
@@ -86,11 +84,10 @@ def memory(exam: Examination) -> Finding:
 
 def cgroup_limit() -> int | None:
     """The smallest memory limit of this process's control groups and of those above, in bytes; None: no limit."""
-    try:  # NUMBER:CONTROLLER,…:/PATH
-        own = {line.split(":", 2)[2].lstrip("/") for line in OWN_CGROUP.read_text().splitlines()}
-    except OSError:
-        own = set()
-    groups = {above for group in map(Path, own | {""}) for above in (group, *group.parents)}
+    own = {""}
+    with contextlib.suppress(OSError):
+        own |= {line.split(":", 2)[2].lstrip("/") for line in OWN_CGROUP.read_text().splitlines()}  # 3:memory,…:/PATH
+    groups = {above for group in map(Path, own) for above in (group, *group.parents)}
     limits = []
     for group in groups:
         for file in (CGROUPS / group / "memory.max", CGROUPS / "memory" / group / "memory.limit_in_bytes"):  # v2, v1
@@ -122,38 +119,34 @@ def shared_memory(_: Examination) -> Finding:
 @on_each_rank
 def gpu_health(exam: Examination) -> Finding:
     """The processes use the job's GPUs, which no other programs use and of which the driver knows no errors."""
-    device, given = exam.accelerator.device, os.environ.get("SLURM_GPUS_ON_NODE", "")
-    allocated = int(given) if given.isdigit() else 0
+    device, processes = exam.accelerator.device, exam.hosts.count(hostname())
+    allocated = int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
     expected = f"{counted(allocated, 'GPU')} of this job on each node"
     if device.type != "cuda":
         if allocated == 0:
             return Finding(NA, f"the device is {device.type}")
         advice = "python -c 'import torch; print(torch.cuda.is_available())'; nvidia-smi; is it PyTorch for the CPU?"
         return Finding(WARN if os.environ.get("ACCELERATE_USE_CPU") else FAIL, "the CPU is used", expected, advice)
-    if exam.ranks_here < allocated:
+    if processes < allocated:
         advice = f"Start {allocated} processes on each node (--num_processes, PROCESSES_PER_NODE)."
-        return Finding(WARN, f"{exam.ranks_here} of {allocated} GPUs are used", expected, advice)
+        return Finding(WARN, f"{processes} of {allocated} GPUs are used", expected, advice)
     free, total = torch.cuda.mem_get_info(device)
     used = total - free - torch.cuda.memory_reserved(device)
-    if used > CONTEXT * exam.ranks_here:  # some may share one GPU
+    if used > CONTEXT * processes:  # some may share one GPU
         found = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB of {device} are used by other programs"
         advice = "nvidia-smi shows its programs; a killed job's processes may be left: ask for another node."
         return Finding(WARN, found, "less than 2 GiB: the context", advice)
-    if exam.launch.local_rank != 0 or shutil.which("nvidia-smi") is None:  # one process asks for all GPUs of a node
-        return Finding(PASS if exam.launch.local_rank else NA, "there is no nvidia-smi")
+    if exam.launch.local_rank != 0:  # one process asks for all GPUs of a node
+        return Finding(PASS, "")
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=5)
-    if done.returncode:
-        return Finding(NA, f"nvidia-smi failed: {one_line(done.stdout.strip(), 100)}")
-    return judged_health(done.stdout)
+    return judged_health(subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout)
 
 
 def judged_health(table: str) -> Finding:
     """Judge what nvidia-smi has printed for QUERY: a line for each GPU."""
-    gpus = [[value.strip() for value in line.split(",")] for line in table.splitlines()]
     expected = f"no {', no '.join(QUERY.values())}"
-    for gpu, values in enumerate(gpus):
-        for trouble, value in zip(QUERY.values(), values, strict=False):
+    for gpu, values in enumerate(gpus := table.splitlines()):
+        for trouble, value in zip(QUERY.values(), values.split(", "), strict=False):
             if value not in ("0", "No", "Not Active") and not value.startswith("["):  # [N/A], [Not Supported]
                 found = f"GPU {gpu} of {hostname()}: {trouble} ({value})"
                 return Finding(FAIL, found, expected, "Have it reset, or ask for another node.")
@@ -176,12 +169,12 @@ def matmul(exam: Examination) -> Finding:
             torch.accelerator.synchronize()
         count += 1
     rate = 2 * size**3 * count / (time.perf_counter() - began) / 1e9
-    everyone = exam.gather((rate, digest))
-    median = statistics.median(rate for rate, _ in everyone)
+    rates, bits = exam.gather(rate), same(exam, {"the product's sum": str(digest)}, "Drain this node.")
+    median = statistics.median(rates)
     found, expected = f"median {median:,.0f} GFLOP/s on {device.type}", "as fast as the median of all ranks, equal bits"
-    if wrong := [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]:
-        return Finding(FAIL, f"{exam.names(wrong)} has a different result than rank 0", expected, "Drain this node.")
-    rank, (slowest, _) = min(enumerate(everyone), key=lambda each: each[1][0])
+    if bits.status == FAIL:
+        return bits
+    rank, slowest = min(enumerate(rates), key=lambda each: each[1])
     is_cpu = device.type == "cpu"
     if slowest >= (SLOW_CPU if is_cpu else SLOW) * median:
         return Finding(PASS, found, expected)
@@ -215,15 +208,10 @@ def all_reduce(exam: Examination) -> Finding:
     everyone = exam.gather((seconds, right, INFINIBAND.is_dir() and any(INFINIBAND.iterdir())))
     if wrong := [rank for rank, (_, right, _) in enumerate(everyone) if not right]:
         return Finding(FAIL, f"{exam.names(wrong)} gets a wrong sum", "the right sum", "A device is broken: drain it.")
-    bus = bus_bandwidth(size, max(seconds for seconds, *_ in everyone), ranks)
+    bus = size / max(seconds for seconds, *_ in everyone) * 2 * (ranks - 1) / ranks  # nccl-tests, PERFORMANCE.md
     measured = f"{bus / 1e9:.2g} GB/s of bus bandwidth, the slowest of {REPEATS} sums of {size / 2**20:.0f} MiB"
     infiniband, hosts = all(has for *_, has in everyone), len(set(exam.hosts))
     return judged_bus(measured, bus, device.type, hosts=hosts, infiniband=infiniband)
-
-
-def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
-    """Bytes a second through the slowest link of an all-reduce (nccl-tests, PERFORMANCE.md)."""
-    return size / seconds * 2 * (ranks - 1) / ranks
 
 
 def judged_bus(measured: str, bus: float, device: str, *, hosts: int, infiniband: bool) -> Finding:
@@ -231,34 +219,30 @@ def judged_bus(measured: str, bus: float, device: str, *, hosts: int, infiniband
     if hosts == 1:
         return Finding(PASS, measured)
     needed = SLOW_BUS_OF_CPUS if device == "cpu" else INFINIBAND_BUS if infiniband else SLOW_BUS
-    advice = "Compare NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME with the names of the fast interfaces (ip link)."
-    if needed == INFINIBAND_BUS:
-        advice = "NCCL may not use InfiniBand: look at ibstat, NCCL_IB_DISABLE, NCCL_IB_HCA; libibverbs in a container."
+    advice = "Compare NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or NCCL_IB_HCA with the fast interfaces (ip link, ibstat)."
     return judged(bus >= needed, measured, f"{needed / 1e9} GB/s between nodes", advice)
 
 
 def slowest_pair(exam: Examination) -> Finding:
-    """The speed from one host to another, between all pairs of hosts; of ranks, if there is one host."""
+    """The speed from one host to another, between all pairs of hosts."""
     ranks = [exam.hosts.index(host) for host in dict.fromkeys(exam.hosts)]
-    if len(ranks) == 1:
-        ranks = list(range(len(exam.hosts)))
     expected = f"at least {SLOW_PAIR:.0%} of the median pair's speed"
     if not 3 <= len(ranks) <= MOST_IN_PAIRS:
-        return Finding(NA, f"found {len(ranks)} hosts or ranks; needs 3 to {MOST_IN_PAIRS}", expected)
+        return Finding(NA, f"{counted(len(ranks), 'host')}; needs 3 to {MOST_IN_PAIRS}", expected)
     mine = _receive_from_others(exam, ranks) if exam.launch.rank in ranks else {}
     seconds = {pair: took for times in exam.gather(mine) for pair, took in times.items()}
     slowest = max(seconds, key=lambda pair: seconds[pair])
     speed, median = PAIR_BYTES / seconds[slowest], PAIR_BYTES / statistics.median(seconds.values())
     measured = f"{exam.names(slowest)}: {speed / 1e9:.2g} GB/s, median {median / 1e9:.2g} GB/s"
-    good = len(set(exam.hosts)) == 1 or speed >= SLOW_PAIR * median
-    return judged(good, measured, expected, f"Look at both cables; or --exclude={exam.hosts[slowest[1]]}")
+    advice = f"Look at both cables; or --exclude={exam.hosts[slowest[1]]}"
+    return judged(speed >= SLOW_PAIR * median, measured, expected, advice)
 
 
 def _receive_from_others(exam: Examination, ranks: Sequence[int]) -> dict[tuple[int, int], float]:
     """The seconds for PAIR_BYTES from each of the other `ranks`: in turn s, each sends to the one s places further."""
     sent, seconds = torch.zeros(PAIR_BYTES // 4, device=exam.accelerator.device), dict[tuple[int, int], float]()
     received, place = torch.empty_like(sent), ranks.index(exam.launch.rank)
-    for repeat in range(3):  # the first one connects; of the others the faster one counts
+    for _ in range(3):  # the first one connects; the fastest one counts
         for turn in range(1, len(ranks)):
             to, source = ranks[(place + turn) % len(ranks)], ranks[place - turn]
             began = time.perf_counter()
@@ -267,6 +251,5 @@ def _receive_from_others(exam: Examination, ranks: Sequence[int]) -> dict[tuple[
                 work.wait()
             received[-1].item()
             took = time.perf_counter() - began
-            if repeat:
-                seconds[source, exam.launch.rank] = min(took, seconds.get((source, exam.launch.rank), took))
+            seconds[source, exam.launch.rank] = min(took, seconds.get((source, exam.launch.rank), took))
     return seconds

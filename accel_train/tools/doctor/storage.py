@@ -12,14 +12,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 from accel_train.data.sources.splits import Source
-from accel_train.errors import UserError
+from accel_train.errors import UserError, reason_of
 from accel_train.files import file_system
-from accel_train.launch.agreement import broadcast_from_main
 from accel_train.run.start import load_data
-from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Finding, judged, on_each_rank, worst_rank
+from accel_train.tools.doctor import check
+from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Finding, judged, on_each_rank, on_main
 
 SLOW_FILE = 0.01  # seconds
 FILES, COMPARED, READ = 1000, 8, 64  # samples whose sizes, pixels and times are compared
@@ -32,59 +30,40 @@ CACHES = ("HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHI
 
 def data_contents(exam: Examination) -> Finding:
     """The data loads; its names, its sizes and some pixels are the same on all ranks."""
-    expected = "equal on all ranks: a node with older files trains something else"
-    if exam.splits is None:
-        try:
-            exam.splits = load_data(exam.config, exam.accelerator)
-        except UserError as error:
-            return Finding(FAIL, str(error), expected, "Fix this first: the training cannot start.")
-    train, unreadable = exam.splits.train, exam.splits.unreadable
-    ids = range(0, len(train), max(1, len(train) // COMPARED))
-    everyone = exam.gather((_names_and_sizes(train), *(_pixels(train, unreadable, id) for id in ids)))
-    others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-    if not others:
-        return Finding(PASS, f"{len(train):,} training images of {len(exam.splits.classes)} classes", expected)
-    first = next(number for number, theirs in enumerate(everyone[others[0]]) if theirs != everyone[0][number])
-    what = f"the pixels of {train.name(ids[first - 1])}" if first else "the names or sizes of the files"
-    measured = f"{what} on {exam.names(others)} are not those on rank 0"
-    return Finding(FAIL, measured, expected, f"Compare {exam.config.data.root} on these nodes; copy it anew.")
+    exam.splits = exam.splits or load_data(exam.config, exam.accelerator)
+    train = exam.splits.train
+    found = check.same(exam, _digests(train), f"Compare {exam.config.data.root} on these nodes; copy it anew.")
+    size = f"{len(train):,} training images of {len(exam.splits.classes)} classes"
+    return Finding(PASS, size, found.expected) if found.status == PASS else found
 
 
-def _names_and_sizes(source: Source) -> str:
-    """A digest of the names and sizes of up to 1,000 samples that are files."""
-    digest = hashlib.sha256()
+def _digests(source: Source) -> dict[str, str]:
+    """Of the names and sizes of up to 1,000 samples that are files, and of the pixels of some images: why one cannot be
+    read, if so."""
+    names = hashlib.sha256()
     for id in range(0, len(source), max(1, len(source) // FILES)):
         if (file := Path(source.name(id))).is_file():
-            digest.update(f"{file.name} {file.stat().st_size} ".encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
-
-def _pixels(source: Source, unreadable: torch.Tensor | None, id: int) -> str:
-    """A digest of the pixels of an image; why it cannot be read, if so."""
-    if unreadable is not None and unreadable[id]:
-        return ""
-    try:
-        return hashlib.sha256(source.fetch([id])[0].contiguous().numpy().tobytes()).hexdigest()
-    except (UserError, OSError) as error:
-        return str(error)
+            names.update(f"{file.name} {file.stat().st_size} ".encode(errors="surrogateescape"))
+    digests = {"the names and sizes of the files": names.hexdigest()[:8]}
+    for id in range(0, len(source), max(1, len(source) // COMPARED)):
+        try:
+            pixels = hashlib.sha256(source.fetch([id])[0].contiguous().numpy().tobytes()).hexdigest()[:8]
+        except (UserError, OSError) as error:
+            pixels = reason_of(error)
+        digests[f"the pixels of image {id} ({Path(source.name(id)).name})"] = pixels
+    return digests
 
 
 @on_each_rank
 def reading(exam: Examination) -> Finding:
     """Random images, others on each rank, can be read and decoded, and how long that takes."""
-    if exam.splits is None:
-        return Finding(NA, "the data could not be loaded")
-    if exam.splits.train.in_memory:
-        return Finding(NA, "the data is in memory: nothing is read")
+    if exam.splits is None or exam.splits.train.in_memory:
+        return Finding(NA, "the data is in memory, or could not be loaded")
     source, draw, seconds = exam.splits.to_train_on, random.Random(exam.launch.rank), list[float]()
-    try:
-        while len(seconds) < READ and sum(seconds) < READ_SECONDS:
-            began = time.perf_counter()
-            source.fetch([draw.randrange(len(source))])
-            seconds.append(time.perf_counter() - began)
-    except UserError as error:
-        advice = "Find all of them: accel-train check-data; then --data.skip-unreadable FILE"
-        return Finding(FAIL, str(error), "images that can be read", advice)
+    while len(seconds) < READ and sum(seconds) < READ_SECONDS:
+        began = time.perf_counter()
+        source.fetch([draw.randrange(len(source))])
+        seconds.append(time.perf_counter() - began)
     median = statistics.median(seconds)
     found = f"{median * 1000:.2g} ms an image (median of {len(seconds)}), {file_system(exam.config.data.root)}"
     advice = "Copy the data to the node's disk, as one archive; or decode once: accel-train shards --encoding raw"
@@ -93,40 +72,36 @@ def reading(exam: Examination) -> Finding:
 
 def room(exam: Examination) -> Finding:
     """The run's disk has room for the checkpoints, and HOME, TMPDIR and the caches of each node can be written."""
-    size = None if exam.setup is None else checkpoint_bytes(exam)
-    checkpoints = broadcast_from_main(exam.accelerator, lambda: _room(exam, size))
-    scratch = worst_rank(exam, _scratch)
-    return scratch if scratch.status == WARN and checkpoints.status in (PASS, NA) else checkpoints
+    return check.worst(_room(exam), _scratch(exam))
 
 
 def checkpoint_bytes(exam: Examination) -> int:
-    """The size of a checkpoint: the weights, their EMA, and the one or two copies that the optimizer keeps."""
-    assert exam.setup is not None
+    """The size of a checkpoint: the weights, their EMA, and the one or two copies that the optimizer keeps; 0 without a
+    model."""
+    if exam.setup is None:
+        return 0
     weights: int = sum(value.numel() * value.element_size() for value in exam.setup.bare_model.state_dict().values())
     copies = 1 if exam.config.optim.name in ("sgd", "momentum", "lion", "muon") else 2  # of Adam and its relatives
     return weights * (1 + copies + exam.config.ema.enabled)
 
 
-def _room(exam: Examination, size: int | None) -> Finding:
-    keep = exam.config.checkpoint.keep + 2
-    expected = "" if size is None else f"{keep} checkpoints of {size / 2**20:,.1f} MiB"
-    try:
-        usage, inodes = shutil.disk_usage(exam.folder), os.statvfs(exam.folder)
-    except OSError as error:
-        return Finding(NA, f"{exam.folder} cannot be examined ({error.strerror})", expected)
-    found = f"{usage.free / 2**30:.1f} GiB free in {exam.folder}"
+@on_main
+def _room(exam: Examination) -> Finding:
+    size, keep = checkpoint_bytes(exam), exam.config.checkpoint.keep + 2
+    expected = f"{INODES} files" + (f" and {keep} checkpoints of {size / 2**20:,.1f} MiB" if size else "")
+    free, inodes = shutil.disk_usage(exam.folder).free, os.statvfs(exam.folder)
+    found = f"{free / 2**30:.1f} GiB free in {exam.folder}"
+    reason = why_not_writable(exam.folder, size * keep)
     if inodes.f_files and inodes.f_favail < INODES:
-        advice = "Delete files, or choose another disk."
-        return Finding(FAIL, f"{exam.folder} has {inodes.f_favail} inodes free", f"{INODES}", advice)
-    if size is not None and usage.free < size * keep:
-        return Finding(FAIL, found, expected, "Free room, choose another --output-dir, or a smaller --checkpoint.keep.")
-    if reason := why_not_writable(exam.folder, (size or 0) * keep):
-        advice = "Choose another --output-dir, or look at your quota (quota -s, lfs quota)."
-        return Finding(FAIL, f"{found}, but: {reason}", expected, advice)
-    return Finding(PASS if size is not None else NA, found, expected)
+        reason = f"{inodes.f_favail} inodes free"
+    if reason or free < size * keep:
+        advice = "Delete files, choose another --output-dir, or a smaller --checkpoint.keep; see your quota (quota -s)."
+        return Finding(FAIL, f"{found}; {reason or 'too little'}", expected, advice)
+    return Finding(PASS if size else NA, found, expected)
 
 
-def _scratch() -> Finding:
+@on_each_rank
+def _scratch(_: Examination) -> Finding:
     folders = {name: Path(os.environ[name]) for name in ("HOME", *CACHES) if os.environ.get(name)}
     for name, folder in {**folders, "TMPDIR": Path(os.environ.get("TMPDIR", "/tmp"))}.items():
         if name in CACHES:  # is made when it is needed
@@ -134,7 +109,7 @@ def _scratch() -> Finding:
         if reason := why_not_writable(folder, SCRATCH_BYTES):
             advice = f"export {name}=a folder on a disk with room, in the job script"
             return Finding(WARN, f"{name} is {folder}: {reason}", "a folder that can be written", advice)
-    return Finding(PASS, "")
+    return Finding(NA, "")
 
 
 def why_not_writable(folder: Path, size: int) -> str:
@@ -153,19 +128,13 @@ def why_not_writable(folder: Path, size: int) -> str:
     return ""
 
 
+@on_main
 def save(exam: Examination) -> Finding:
     """A save of this recipe's size, down to the disk, and its rename."""
-    size = 2**20 if exam.setup is None else checkpoint_bytes(exam)
-    finding, seconds = broadcast_from_main(exam.accelerator, lambda: _save(exam.folder, size))
-    if seconds is not None and exam.setup is not None:  # otherwise it was not a save of this recipe's size
-        exam.measured["save_seconds"] = seconds
-    return finding
-
-
-def _save(folder: Path, size: int) -> tuple[Finding, float | None]:
+    size = checkpoint_bytes(exam) or 2**20
     expected, written = "it can be written, synchronised and renamed", 0
     try:
-        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as place:
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=exam.folder) as place:
             began, block = time.perf_counter(), os.urandom(2**20)
             with Path(place, "new").open("wb") as file:
                 while written < size and time.perf_counter() - began < SAVE_SECONDS:
@@ -174,6 +143,8 @@ def _save(folder: Path, size: int) -> tuple[Finding, float | None]:
             Path(place, "new").rename(Path(place, "checkpoint"))
             seconds = (time.perf_counter() - began) * size / max(1, written)
     except OSError as error:
-        found = f"{folder} cannot be written ({error.strerror})"
-        return Finding(FAIL, found, expected, "Choose another --output-dir."), None
-    return Finding(PASS, f"{size / 2**20:.1f} MiB in {seconds:.2g} s", expected), seconds
+        reason = f"{exam.folder} cannot be written ({error.strerror})"
+        return Finding(FAIL, reason, expected, "Choose another --output-dir.")
+    if exam.setup is not None:  # otherwise it was not a save of this recipe's size
+        exam.measured["save_seconds"] = seconds
+    return Finding(PASS, f"{size / 2**20:.1f} MiB in {seconds:.2g} s", expected)

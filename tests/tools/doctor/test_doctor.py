@@ -56,7 +56,7 @@ def test_digits_on_two_processes_has_nothing_to_fear(tmp_path: Path) -> None:
     assert list(found) == [name for name in CHECKS if name not in SPEEDS] and len(CHECKS) == 18
     of = {name: each["status"] for name, each in found.items()}
     assert {of[name] for name in ("versions", "variables", "data-contents", "update", "save")} == {PASS}
-    missing = ("clocks", "gpu-health", "reading", "slowest-pair", "time-left", "signal")
+    missing = ("gpu-health", "reading", "slowest-pair", "time-left", "signal")
     assert {of[name] for name in missing} == {NA}
     assert "1,438 training" in found["data-contents"]["measured"]
     assert "2 processes x 1 accumulation x 32 images" in found["update"]["measured"]
@@ -77,7 +77,7 @@ def test_what_is_wrong_on_one_process_is_found_and_said_of_it(images: Path, tmp_
     assert found["versions"]["measured"].startswith("driver is NVRM version: 535.183.01 on rank 1 (")
     assert "timm is 0.1 on rank 1 (" in found["versions"]["measured"]
     assert "NCCL_IB_DISABLE is 1 on rank 1" in found["variables"]["measured"]  # and not NCCL_DEBUG
-    assert re.search(r"pixels of .*dog/2.bmp on rank 1", found["data-contents"]["measured"])
+    assert re.search(r"pixels of image \d+ \(2\.bmp\) is \w+ on rank 1", found["data-contents"]["measured"])
     assert "rank 1" in found["matmul"]["measured"]
     assert re.search(r"rank 1 .* is -(300|299\.9)", found["clocks"]["measured"]), found["clocks"]
     assert f"FAIL variables: {found['variables']['advice']}" in done.stdout
@@ -139,7 +139,7 @@ def test_an_image_that_cannot_be_read(images: Path, tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     found = findings(tmp_path / "found.json")
     assert found["reading"]["status"] == FAIL and ".bmp" in found["reading"]["measured"]
-    assert "check-data" in found["reading"]["advice"]
+    assert "check-data" in found["reading"]["measured"]
 
 
 @pytest.mark.ci

@@ -33,7 +33,9 @@ def exam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Exam]:
     torch.set_num_threads(1)
 
     def examination(*options: str, folder: Path = tmp_path) -> Examination:
-        return Examination(parse(["digits", *options]), Launch("srun", 0, 1, 0, 1), Accelerator(cpu=True), folder)
+        examined = Examination(parse(["digits", *options]), Launch("srun", 0, 1, 0, 1), Accelerator(cpu=True))
+        examined.folder = folder
+        return examined
 
     yield examination
     torch.set_num_threads(threads)
@@ -60,9 +62,9 @@ def test_cores_that_a_task_did_not_get(exam: Exam, monkeypatch: pytest.MonkeyPat
 
 
 def test_more_threads_or_workers_than_cores(exam: Exam) -> None:
-    assert has(node.cores(exam("--data.workers", "4096")), WARN, "--data.workers 4096", "--data.workers ")
+    assert has(node.cores(exam("--data.workers", "4096")), WARN, "4096 workers", "--data.workers ")
     torch.set_num_threads(1000)  # as OMP_NUM_THREADS=1000 does
-    assert has(node.cores(exam()), WARN, "OMP_NUM_THREADS is 1000", "Unset it")
+    assert has(node.cores(exam()), WARN, "1000 threads", "Unset OMP_NUM_THREADS")
 
 
 def test_limits_of_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +163,6 @@ def test_the_bus_is_judged_by_its_links() -> None:
     assert [status(0.11e9, "cpu"), status(0.01e9, "cpu"), status(0.11e9, "cuda")] == [PASS, WARN, WARN]
     assert [status(2e9, "cuda"), status(2e9, "cuda", infiniband=True)] == [PASS, WARN]
     assert status(1e6, "cuda", 1) == PASS  # within a host
-    # 1 GiB over 8 ranks in 4 ms: 7/4 of it goes through each link (nccl-tests, PERFORMANCE.md)
-    assert node.bus_bandwidth(2**30, 0.004, 8) == pytest.approx(2**30 * 1.75 / 0.004)
 
 
 def test_a_proxy_that_does_not_answer(exam: Exam, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_a_finished_run(exam: Exam, tmp_path: Path) -> None:
     options = ("--output-dir", str(run), "--epochs")
     assert has(job.time_left(exam(*options, "1")), WARN, "holds a finished run", "--allow-change epochs")
     assert job.time_left(exam(*options, "2", "--allow-change", "epochs")).status == NA
-    assert has(job.time_left(exam(*options, "1", "--optim.lr", "7")), FAIL, "optim.lr", "--output-dir")
+    assert has(job.time_left(exam(*options, "1", "--optim.lr", "7")), FAIL, "optim.lr", "this message")
 
 
 @pytest.mark.parametrize(
@@ -300,18 +300,19 @@ def test_a_launcher_that_the_signal_would_end(
     assert found.status == status and ("trap" in found.advice) == (status == FAIL)
 
 
-def test_a_disk_without_room(exam: Exam, tmp_path: Path) -> None:
+def test_a_disk_without_room(exam: Exam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "checkpoint_bytes", lambda _: 2**20)
     with helpers.small_disk(tmp_path / "disk", "200k") as disk:
-        found = storage._room(exam(folder=disk), 10**6)
+        examined = exam(folder=disk)
+        found = storage.room(examined)
         assert has(found, FAIL, "GiB free", "--checkpoint.keep") and "4 checkpoints of 1.0 MiB" in found.expected
-        finding, seconds = storage._save(disk, 10**6)
-        assert has(finding, FAIL, "No space left") and seconds is None
+        assert has(storage.save(examined), FAIL, "No space left") and not examined.measured
         assert list(disk.iterdir()) == []
 
 
 def test_a_quota_of_files(exam: Exam, tmp_path: Path) -> None:
     with helpers.small_disk(tmp_path / "disk", "64m,nr_inodes=20") as disk:
-        assert has(storage._room(exam(folder=disk), 10**6), FAIL, "inodes free", "Delete files")
+        assert has(storage.room(exam(folder=disk)), FAIL, "inodes free", "Delete files")
 
 
 @pytest.mark.parametrize("name", ["HOME", "TMPDIR", "HF_HOME"])
@@ -323,10 +324,10 @@ def test_a_folder_for_scratch_that_is_full_or_absent(
     assert storage.room(exam()).status in (PASS, NA)
     with helpers.small_disk(tmp_path / "disk", "2m") as disk:
         monkeypatch.setenv(name, str(disk))
-        assert has(storage._scratch(), WARN, f"{name} is {disk}: No space left on device", f"export {name}=")
+        assert has(storage._scratch(exam()), WARN, f"{name} is {disk}: No space left on device", f"export {name}=")
     monkeypatch.setenv(name, str(tmp_path / "none"))
     if name == "HF_HOME":  # it is made when it is needed
-        assert storage._scratch().status == PASS
+        assert storage._scratch(exam()).status == NA
     else:
         assert has(storage.room(exam()), WARN, "No such file or directory")
 
@@ -337,8 +338,10 @@ def test_a_disk_that_refuses_the_room_it_shows(exam: Exam, tmp_path: Path, monke
         usage = storage.shutil.disk_usage(disk)._replace(total=2**40, used=0, free=2**40)
         monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: usage)
         monkeypatch.setattr(storage, "ASKED_SECONDS", 60.0)  # on a busy machine the first question may take longer
-        assert has(storage._room(exam(folder=disk), 8 * 2**20), FAIL, "No space left on device", "quota")
-        assert storage._room(exam(folder=disk), 2**20).status == PASS
+        monkeypatch.setattr(storage, "checkpoint_bytes", lambda _: 8 * 2**20)
+        assert has(storage.room(exam(folder=disk)), FAIL, "No space left on device", "quota")
+        monkeypatch.setattr(storage, "checkpoint_bytes", lambda _: 2**20)
+        assert storage.room(exam(folder=disk)).status == PASS
         assert list(disk.iterdir()) == []
 
 
