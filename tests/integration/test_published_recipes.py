@@ -41,6 +41,7 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.options import parse
 from accel_train.data.sources.load import splits_of
 from accel_train.launch.environment import prepare_environment
+from accel_train.optim.schedule import LearningRate
 from accel_train.records.events import Stream
 from accel_train.records.meter import Meter
 from accel_train.run.nonfinite import Guard
@@ -340,6 +341,21 @@ def halves(seen: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     assert len(whole["labels"]) == GPUS * IMAGES
     for start in range(0, GPUS * IMAGES, IMAGES):
         yield {key: each[start : start + IMAGES] for key, each in whole.items()}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_each_epoch_has_the_rate_of_the_source(name: str) -> None:
+    config = parse([name])
+    weights = nn.Parameter(torch.zeros(2, 2))
+    source = source_of(name, nn.ParameterList([weights]))
+    optimizer = torch.optim.SGD([weights], lr=config.optim.lr)
+    epochs = round(config.epochs)
+    schedule = LearningRate(config.schedule, optimizer, updates=epochs * 2, updates_per_epoch=2)
+    for epoch in range(epochs):
+        for number in (0, 1):
+            schedule.step_update(epoch * 2 + number)
+            source.begin_epoch(epoch)
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(source.optimizer.param_groups[0]["lr"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
