@@ -88,7 +88,10 @@ ALL: dict[str, Any] = {"crop": "random", "pad": 2, "flip": 0.5, "erase": 0.5}
 class TestPurity:
     @given(st.data())
     def test_a_sample_looks_the_same_in_any_batch(self, data: st.DataObject) -> None:
-        transform = created(size=data.draw(st.sampled_from([7, 10, 12])), resize=12, **ALL)
+        mode = data.draw(st.sampled_from(["const", "rand", "pixel"]))
+        layout = data.draw(st.sampled_from([torch.contiguous_format, torch.channels_last]))
+        size = data.draw(st.sampled_from([7, 10, 12]))
+        transform = created(size=size, layout=layout, resize=12, erase_mode=mode, **ALL)
         whole = transform(batch_of())[0]
         which = torch.tensor(data.draw(st.lists(st.integers(0, len(IMAGES) - 1), min_size=1, max_size=40)))
         some, labels = transform(batch_of(which))
@@ -204,6 +207,27 @@ class TestErase:
         for sides in (rows, columns):  # in one piece
             assert int((sides[:, 1:] & ~sides[:, :-1]).sum(1).add(sides[:, 0]).max()) == 1
         assert rows.any(0).all() and columns.any(0).all()  # and anywhere
+
+    def test_a_colour_of_each_box_or_of_each_pixel(self) -> None:
+        """As timm's random erasing."""
+        count, size = 300, 32
+        batch = {"images": torch.full((count, 3, size, size), 255, dtype=torch.uint8)}
+        batch |= {"labels": torch.zeros(count).long(), "keys": keys_of(count), "weights": torch.ones(count)}
+        whole = created(size=size)(batch)[0]
+        plain, colours, pixels = (
+            created(size=size, erase=0.7, erase_mode=mode)(batch)[0] for mode in ("const", "rand", "pixel")
+        )
+        holes = plain == 0
+        for found in (colours, pixels):
+            assert torch.equal(found == whole, ~holes)  # in the same places
+        of_boxes = []
+        for image, hole in zip(colours, holes, strict=True):
+            if hole.any():
+                of_boxes += [channel[inside].unique() for channel, inside in zip(image, hole, strict=True)]
+        assert len(of_boxes) == pytest.approx(3 * 0.7 * count, abs=3 * 40)
+        drawn = torch.cat(of_boxes)
+        assert len(drawn) == len(of_boxes) < 1.1 * len(drawn.unique())  # one for each channel of each box
+        assert kstest(drawn.numpy(), "norm").pvalue > 1e-4 and kstest(pixels[holes].numpy()[::7], "norm").pvalue > 1e-4
 
     def test_never_and_always(self) -> None:
         plain = created()(batch_of())[0]

@@ -21,7 +21,7 @@ from accel_train.config.schema import Augment, Data
 from accel_train.data.loading import create_loader
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import TrainingSampler
-from accel_train.data.sources.files.images import ImageError, LazyImage
+from accel_train.data.sources.files.images import LazyImage
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.data.transforms.image import ImageTransform, center_cropped, crop_boxes, resized_to_short_side
 from accel_train.data.transforms.parameters import resize_default
@@ -163,14 +163,6 @@ class TestDecodedSmaller:
         transform = ImageTransform(Augment(crop="resized"), 24, training=True)
         pictures = transform([LazyImage(data, 3) for _ in keys], keys)
         assert torch.equal(pictures, transform([LazyImage(data, 3).pixels() for _ in keys], keys))
-
-    def test_sizes_and_damage(self) -> None:
-        data = self.encoded(641, 483)
-        for reduction in (2, 4, 8):
-            assert LazyImage(data, 3).reduced((7, 5, 411, 513), 31, 47, reduction).shape == (3, 31, 47)
-            with pytest.raises(ImageError):
-                LazyImage(data[:-200], 3).reduced((7, 5, 411, 513), 31, 47, reduction)
-        assert LazyImage(data, 1).reduced((0, 0, 483, 641), 20, 30, 4).shape == (1, 20, 30)
 
     @pytest.mark.parametrize("orientation", range(1, 9))
     def test_the_crop_is_cut_where_it_was_drawn(self, orientation: int) -> None:

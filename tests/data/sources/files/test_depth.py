@@ -7,7 +7,6 @@ import itertools
 import json
 import struct
 import zlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,9 @@ from accel_train.cli import main
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, LazyImage, decode, to_tensor
 from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
+from accel_train.user_code.reference import GIVEN, provided
 
 RAMP = np.linspace(0, 1, 256).reshape(16, 16)
 LEVELS = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
@@ -186,23 +187,30 @@ def test_a_range_for_data_that_has_none_is_refused() -> None:
         load_splits(Data(name="digits", range=(0, 1)), 0)
 
 
-def test_pil_images_of_a_users_dataset_are_treated_alike(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import os\nimport numpy as np\nfrom PIL import Image\n\n"
-        "class Ramps(list):\n    classes, targets = ['a', 'b'], [0, 1]\n\n"
-        "def data():\n"
-        "    ramp = np.linspace(0, 1, 256).reshape(16, 16)\n"
-        "    kinds = {'float': ramp.astype('f4'), 'int': (ramp * 255).round().astype('i4')}\n"
-        "    values = kinds.get(os.environ['KIND'], (ramp * 4095).round().astype('u2'))\n"
-        "    return {'train': Ramps((Image.fromarray(values), label) for label in (0, 1))}\n"
-    )
-    data = Data(name=f"{tmp_path / 'mine.py'}:data", channels=1)
-    for kind, value_range in (("float", (0, 1)), ("int", (0, 255)), ("12 bits", (0, 4095))):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("KIND", kind)
-            with pytest.raises(UserError, match=r"train sample 0 cannot be read: its pixels have .*--data\.range"):
-                load_splits(data, 0)
-            splits = load_splits(replace(data, range=value_range), 0)
+class Pictures(list[Any]):
+    """A user's Dataset of two classes in turn."""
+
+    classes, targets = ("a", "b"), (0, 1)
+
+    def __init__(self, *images: Any) -> None:
+        super().__init__(zip(images, self.targets, strict=True))
+
+
+def splits_of(*images: Any, **options: Any) -> Splits:
+    with provided({"data.name": {"train": Pictures(*images)}}):
+        return load_splits(Data(name=GIVEN["data.name"][0], channels=1, **options), 0)
+
+
+def test_pil_images_of_a_users_dataset_are_treated_alike() -> None:
+    for values, value_range in (
+        (RAMP.astype("f4"), (0, 1)),
+        ((RAMP * 255).round().astype("i4"), (0, 255)),
+        ((RAMP * 4095).round().astype("u2"), (0, 4095)),
+    ):
+        images = [Image.fromarray(values)] * 2
+        with pytest.raises(UserError, match=r"train sample 0 cannot be read: its pixels have .*--data\.range"):
+            splits_of(*images)
+        splits = splits_of(*images, range=value_range)
         assert splits.notes == () and splits.value_range == value_range
         assert torch.equal(splits.train.fetch([1])[0], LEVELS)
 
@@ -229,24 +237,12 @@ def test_a_run_keeps_its_range(tmp_path: Path, capsys: pytest.CaptureFixture[str
         run.transform(Image.fromarray(bright))
 
 
-def test_images_of_a_users_dataset_are_all_of_one_kind(tmp_path: Path) -> None:
+def test_images_of_a_users_dataset_are_all_of_one_kind() -> None:
     """A later float tensor among images of 8 bits trained as a black picture, and a uint8 one among floats as white."""
-    for number, (first, later) in enumerate(
-        (
-            ("Image.new('L', (8, 8), 200)", "torch.full((1, 8, 8), 0.8)"),
-            ("torch.full((1, 8, 8), 200, dtype=torch.uint8)", "torch.full((1, 8, 8), 0.8)"),
-            ("torch.full((1, 8, 8), 0.8)", "torch.full((1, 8, 8), 200, dtype=torch.uint8)"),
-            ("torch.full((1, 8, 8), 0.8)", "Image.new('L', (8, 8), 200)"),
-            ("Image.new('L', (8, 8), 200)", "torch.full((3, 8, 8), 200, dtype=torch.uint8)"),
-        )
-    ):
-        file = tmp_path / f"mine{number}.py"
-        file.write_text(
-            "import torch\nfrom PIL import Image\n\n"
-            "class Pictures(list):\n    classes, targets = ['a', 'b'], [0, 1]\n\n"
-            f"def data():\n    return {{'train': Pictures([({first}, 0), ({later}, 1)])}}\n"
-        )
-        train = load_splits(Data(name=f"{file}:data", channels=1), 0).train
+    picture, levels = Image.new("L", (8, 8), 200), torch.full((1, 8, 8), 200, dtype=torch.uint8)
+    floats, colours = torch.full((1, 8, 8), 0.8), levels.expand(3, -1, -1)
+    for first, later in ((picture, floats), (levels, floats), (floats, levels), (floats, picture), (picture, colours)):
+        train = splits_of(first, later).train
         train.fetch([0])
         with pytest.raises(UserError, match=r"train sample 1 is .*, but the first one"):
             train.fetch([1])
