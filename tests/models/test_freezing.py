@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import helpers
@@ -12,12 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_train.config.schema import Model, Optim, Schedule
+from accel_train.config.schema import Model, Optim
 from accel_train.errors import UserError
 from accel_train.models import classifier_names, create_model, set_train_mode
 from accel_train.models.classifier import drop_frozen_gradients, find_classifier, freeze
 from accel_train.optim.optimizer import create_optimizer
-from accel_train.optim.schedule import LearningRate
 
 
 @pytest.mark.parametrize(
@@ -191,20 +189,6 @@ def test_it_is_the_same_run_on_any_number_of_processes_and_after_a_kill(tmp_path
     done = helpers.run(*words, "--output-dir", killed, processes=2, timeout=200)
     assert done.returncode == 0, done.stderr
     assert (killed / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
-
-
-def test_the_head_has_a_learning_rate_of_its_own() -> None:
-    model = net()
-    optimizer = create_optimizer(Optim(lr=0.1, head_lr=0.5, weight_decay=0.1), model)
-    heads = tuple(f"{head}." for head in classifier_names(model))
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    schedule = LearningRate(Schedule(name="cosine", warmup_epochs=1), optimizer, updates=40, updates_per_epoch=10)
-    for update in (0, 5, 20, 39):
-        schedule.step_update(update)
-        rates = {names[p].startswith(heads): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-        assert math.isclose(rates[True], 5 * rates[False], abs_tol=1e-12)
-    decays = {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert len(decays) == len(names) and decays["fc.weight"] == 0.1 and decays["fc.bias"] == decays["bn1.weight"] == 0
 
 
 def test_settings_that_contradict_each_other_are_told(tmp_path: Path) -> None:

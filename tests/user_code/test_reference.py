@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from accel_train.config.options import parse
-from accel_train.errors import UserError
 from accel_train.user_code.reference import Reference, code_file, mistakes, parse_reference
 
 CODE = """
@@ -58,16 +57,6 @@ def test_a_wrong_name_is_told_without_running_the_file(text: str, message: str, 
     (tmp_path / "broken.py").write_text("x = 1\ndef net(:\n")
     (found,) = mistakes("model.name", text.format(tmp_path))
     assert message in found
-
-
-def test_all_mistakes_of_a_line_are_told_together(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(CODE)
-    words = ["digits", "--model.name", f"{tmp_path}/mine.py:nett", "--loss.name", "cros_entropy", "--epochs", "0"]
-    with pytest.raises(UserError) as raised:
-        parse(words)
-    text = "\n".join(raised.value.messages)
-    for part in ("Did you mean 'net'?", "Did you mean 'cross_entropy'?", "--epochs"):
-        assert part in text
 
 
 def test_a_file_called_like_a_prefix_is_told_how_to_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
