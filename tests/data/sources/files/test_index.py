@@ -1,5 +1,6 @@
 """The index of a data set of files: used while the data is the same, made again when it changed, complete or absent."""
 
+import io
 import json
 import multiprocessing
 import os
@@ -47,17 +48,36 @@ def make(root: Path, kind: str) -> Path:
             (root / "train" / name).parent.mkdir(parents=True, exist_ok=True)
             (root / "train" / name).write_bytes(content)
         if kind == "csv":
-            write_table(root)
+            (root / TABLE).write_bytes(table_of(*ROWS))
     else:
         pack(root / "train-0.tar", pictures(kind))
     settle(root)
     return root
 
 
-def write_table(root: Path, *rows: str) -> None:
-    images = [path.relative_to(root).as_posix() for path in sorted((root / "train").rglob("*.png"))]
-    lines = [f"{image},{Path(image).parts[1]}" for image in images]
-    (root / TABLE).write_text("\n".join(["path,label", *lines, *rows]))
+def packed(files: dict[str, bytes]) -> bytes:
+    archive = io.BytesIO()
+    pack(archive, files)
+    return archive.getvalue()
+
+
+ROWS = sorted(f"train/{name},{name[:3]}" for name in pictures("csv") if name.endswith(".png"))
+
+
+def table_of(*rows: str) -> bytes:
+    return "\n".join(["path,label", *rows]).encode()
+
+
+def change(root: Path, files: dict[str, bytes | None]) -> None:
+    """Write these files, or remove what has no content here."""
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        if content is not None:
+            (root / name).write_bytes(content)
+        elif (root / name).is_dir():
+            shutil.rmtree(root / name)
+        else:
+            (root / name).unlink()
 
 
 def settle(root: Path) -> None:
@@ -120,83 +140,37 @@ def test_a_tar_file_alone(tmp_path: Path, looks: list[Path]) -> None:
     assert 70 in content(root, "tar")[5][0] and len(looks) == 2
 
 
-def add(root: Path) -> None:
-    (root / "train/cat/new.png").write_bytes(image(200))
+NEW, BESIDE = {"train/cat/new.png": image(200)}, {"0.png": image(208), TABLE: table_of(*ROWS, "0.png,cat")}
+LISTED = {"1.png": image(205), "1.cls": b"0", "2.png": image(206), "2.cls": b"1"}
+CHANGES: dict[str, tuple[str, dict[str, bytes | None]]] = {
+    "another image": ("folder", {**NEW}),
+    "one image for another": ("folder", {"train/cat/1.png": None, "train/cat/1.jpeg": image(1)}),
+    "another class": ("folder", {"train/eel/1.png": image(201)}),
+    "a folder in a class": ("folder", {"train/cat/more/1.png": image(202)}),
+    "another split": ("folder", {"val/cat/1.png": image(1), "val/dog/2.png": image(2)}),
+    "one class for another": ("folder", {"train/dog": None, "train/eel/1.png": image(203)}),
+    "a file that is no image": ("folder", {"train/cat/readme.md": b"x"}),
+    "another label": ("csv", {TABLE: table_of("train/cat/1.png,dog", *ROWS[1:])}),
+    "another row": ("csv", {**NEW, TABLE: table_of(*ROWS, "train/cat/new.png,cat")}),
+    "an image beside the table": ("csv", {**BESIDE}),
+    "another image in a tar file": ("tar", {"train-0.tar": packed(pictures("tar") | {"cat/900.png": image(204)})}),
+    "another tar file": ("tar", {"val-0.tar": packed(pictures("tar"))}),
+    "another sample in a shard": (
+        "wds", {"train-0.tar": packed(pictures("wds") | {"900.cls": b"1", "900.png": image(204)})},
+    ),
+    "another shard": ("wds", {"val-0.tar": packed(pictures("wds"))}),
+    "a list of shards": (
+        "wds", {"other.tar": packed(LISTED), "_info.json": b'{"splits": {"train": {"filenames": ["other.tar"]}}}'},
+    ),
+}  # fmt: skip
 
 
-def replace_by_another(root: Path) -> None:
-    os.replace(root / "train/cat/1.png", root / "train/cat/1.jpeg")  # noqa: PTH105
-
-
-def add_class(root: Path) -> None:
-    (root / "train/eel").mkdir()
-    (root / "train/eel/1.png").write_bytes(image(201))
-
-
-def add_deep(root: Path) -> None:
-    (root / "train/cat/more").mkdir()
-    (root / "train/cat/more/1.png").write_bytes(image(202))
-
-
-def add_split(root: Path) -> None:
-    shutil.copytree(root / "train", root / "val")
-
-
-def remove_class(root: Path) -> None:
-    (root / "train/eel").mkdir()  # so that two are left
-    (root / "train/eel/1.png").write_bytes(image(203))
-    shutil.rmtree(root / "train/dog")
-
-
-def unused_file(root: Path) -> None:
-    (root / "train/cat/readme.md").write_text("x")
-
-
-def repack(root: Path) -> None:
-    kind = "wds" if "-wds" in str(root) else "tar"
-    extra = {"900.cls": b"1", "900.png": image(204)} if kind == "wds" else {"cat/900.png": image(204)}
-    pack(root / "train-0.tar", pictures(kind) | extra)
-
-
-def add_tar(root: Path) -> None:
-    kind = "wds" if "-wds" in str(root) else "tar"
-    pack(root / "val-0.tar", pictures(kind))
-
-
-def list_shards(root: Path) -> None:
-    pack(root / "other.tar", {"1.png": image(205), "1.cls": b"0", "2.png": image(206), "2.cls": b"1"})
-    (root / "_info.json").write_text(json.dumps({"splits": {"train": {"filenames": ["other.tar"]}}}))
-
-
-def another_label(root: Path) -> None:
-    rows = (root / TABLE).read_text().replace("train/cat/1.png,cat", "train/cat/1.png,dog")
-    (root / TABLE).write_text(rows)
-
-
-def another_row(root: Path) -> None:
-    add(root)
-    write_table(root)
-
-
-def beside_the_table(root: Path) -> None:
-    (root / "0.png").write_bytes(image(208))
-    write_table(root, "0.png,cat")
-
-
-CHANGES = [
-    *(("folder", change) for change in (add, replace_by_another, add_class, add_deep, add_split, remove_class)),
-    *(("csv", change) for change in (another_label, another_row, beside_the_table)),
-    ("folder", unused_file), ("tar", repack), ("wds", repack), ("tar", add_tar), ("wds", add_tar), ("wds", list_shards),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "change"), CHANGES)
-def test_changed_data_is_looked_at_again(
-    tmp_path: Path, kind: str, change: Callable[[Path], None], looks: list[Path]
-) -> None:
-    root = make(tmp_path / f"data-{kind}", kind)
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_data_is_looked_at_again(tmp_path: Path, name: str, looks: list[Path]) -> None:
+    kind, files = CHANGES[name]
+    root = make(tmp_path / "data", kind)
     before = content(root, kind)
-    change(root)
+    change(root, files)
     changed = content(root, kind)
     for path in kept(root):
         path.unlink()
@@ -282,7 +256,7 @@ def test_an_index_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("image", ["train/cat/1.png", "0.png"])
 def test_a_table_whose_image_is_gone(tmp_path: Path, image: str, looks: list[Path]) -> None:
     root = make(tmp_path / "data", "csv")
-    beside_the_table(root)
+    change(root, BESIDE)
     settle(root)
     assert content(root, "csv")[3] == ""
     (root / image).unlink()
@@ -323,7 +297,7 @@ def test_a_changed_data_set_says_so(tmp_path: Path, caplog: pytest.LogCaptureFix
         content(root, "folder")
         content(root, "folder")
         assert not caplog.records
-        add(root)
+        change(root, NEW)
         settle(root)
         content(root, "folder")
         content(root, "folder")
@@ -476,7 +450,7 @@ def test_a_worker_keeps_the_index_that_it_was_given(tmp_path: Path) -> None:
     source = load.read_splits(Data(name="folder", root=root)).train
     (file,) = kept(root)
     names, before = [source.name(i) for i in range(6)], file.stat().st_ino
-    add(root)
+    change(root, NEW)
     settle(root)
     content(root, "folder")
     assert file.stat().st_ino != before
