@@ -1,9 +1,9 @@
 """The task: whether an image has one label or may have several, and the metrics that follow from it.
 
-ONE_LABEL and SEVERAL_LABELS are the one place that says in what the two differ; nothing else asks which it is. Training
-(`meter`), evaluation, the console, metrics.jsonl, the trackers, result.json and reports follow their tables of metrics.
-To add top-3 accuracy, add `top_k("top3_accuracy", 3)` to a table. The metrics of --metrics come after it: see
-`records.metrics`.
+ONE_LABEL and SEVERAL_LABELS are the one place that says in what the two differ; only readers of data and writers of
+files ask which it is. Training (`meter`), evaluation, the console, metrics.jsonl, the trackers, result.json and reports
+follow their tables of metrics. To add top-3 accuracy, add `top_k("top3_accuracy", 3)` to a table. The metrics of
+--metrics come after it: see `records.metrics`.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class Task:
     def example_targets(self, samples: int, classes: int) -> Tensor:
         """Targets of made-up samples, to try a user's own code with: int64 [samples] or float32 [samples, classes].
 
-        If there are enough samples, each class has some.
+        If there are enough samples, each of several classes has some.
         """
         labels = torch.arange(samples) % classes
         if self is SEVERAL_LABELS:

@@ -121,7 +121,7 @@ def train_epoch(setup: TrainingSetup, run: Run) -> None:
     """Train the rest of the current epoch. Raises StopAskedError."""
     state, sampler = run.state, setup.sampler
     sampler.seek(state.epoch, state.epoch_samples)
-    if len(sampler) and state.evaluation_is_pending(setup.config):  # the run was stopped before its end
+    if len(sampler) and state.evaluation_is_pending(setup.config):  # the run was stopped before or within it
         evaluate_within_epoch(setup, run)
     models.set_train_mode(setup.model, setup.config.model, state.epoch)
     run.stopwatch.start()

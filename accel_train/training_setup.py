@@ -87,7 +87,7 @@ class TrainingSetup:
 
 
 Preflight = Callable[[Config, Launch, Accelerator], Callable[[TrainingSetup], None]]
-"""Preflight the processes of a new run, which are connected, and returns what checks the rest before it trains."""
+"""Checks the processes of a new run, which are connected, and returns what checks the rest before it trains."""
 
 
 def connect(config: Config, launch: Launch) -> Accelerator:

@@ -82,17 +82,20 @@ POLICIES = (
 )  # fmt: skip
 """torchvision's policies, and none."""
 TIMM_POLICIES = ("rand", "augmix", "v0", "v0r", "original", "originalr", "3a")
+TIMM_SETS = ("tweights", "t3a", "t3aw")
+"""The sets of operations of a policy rand."""
 """How timm's policies begin (augmix alone is torchvision's)."""
 
 
 def is_policy(text: str) -> bool:
-    """Whether a policy begins with a known name, and each further part has its number: timm ignores one that has none.
+    """Whether a policy begins with a known name, and timm ignores no further part of it: each has a number, a set of
+    operations is known, and there are operations.
 
     For the rest timm judges a policy of its own (data/transforms/image.py).
     """
     name, *parts = text.split("-")
-    has_numbers = all(part == "tweights" or re.search(r"\d", part) for part in parts)
-    return text in POLICIES or (name in TIMM_POLICIES and has_numbers)
+    counts = all(part in TIMM_SETS if part[:1] == "t" else re.search(r"\d", part) and part != "n0" for part in parts)
+    return text in POLICIES or (name in TIMM_POLICIES and counts)
 
 
 POLICY = Bound(

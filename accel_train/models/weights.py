@@ -6,6 +6,7 @@ another number of channels or another image size.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 from accel_train.errors import UserError, first_of, one_line, reason_of
 from accel_train.models.classifier import classifier_names, required_classifier
 from accel_train.models.wrapping import input_names
+from accel_train.untrusted import open_regular_file
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
+TAR_MAGIC = slice(257, 262)
 LEAST = 0.9
 """The part of the body's numbers that must be in the file. With less, the run would begin nearly at random."""
 # Functions in the modules of timm's models that turn other programs' names and sizes into those of a model.
@@ -221,6 +224,18 @@ def read_state(file: Path) -> dict[str, Tensor]:
 
 
 def check_file(file: Path) -> None:
-    """Raise UserError unless `file` is a regular file whose name ends as one of weights does."""
+    """Raise UserError unless a file is regular, and begins as a file of its kind does: before anything reads it whole,
+    which of a huge one full of zeros would take for ever."""
     if file.suffix not in SUFFIXES or not file.is_file():
         raise UserError(f"--model.weights: {file}: expected a file of weights ({', '.join(SUFFIXES[:4])}).")
+    try:
+        with os.fdopen(open_regular_file(file, follow=True), "rb") as opened:
+            head, size = opened.read(TAR_MAGIC.stop), os.fstat(opened.fileno()).st_size
+    except OSError as error:
+        raise UserError(f"--model.weights: {file} cannot be read: {error.strerror}.") from error
+    if file.suffix == ".safetensors":
+        fits = 0 < int.from_bytes(head[:8], "little") <= size - 8
+    else:  # of torch.save: a zip file, a pickle, or an old tar file
+        fits = head[:2] == b"PK" or head[:1] == b"\x80" or head[TAR_MAGIC] == b"ustar"
+    if not fits:
+        raise UserError(f"--model.weights: {file} cannot be read: it is damaged, or not what its name says.")

@@ -49,8 +49,8 @@ class ModelInfo:
     task: Task = ONE_LABEL
     """Whether an image has one label, or may have several. In the file: "multi_label"."""
     range: tuple[float, float] | None = None
-    """The values of black and white in images of more than 8 bits (--data.range); None: those of 16 bits, and images
-    without a range of their own are refused."""
+    """The values of black and white in images of more than 8 bits (--data.range); None: such images are refused, unless
+    their file says it."""
     trained_at: int | None = None
     """Height and width of the images in training, for which the model was created; None: image_size."""
 

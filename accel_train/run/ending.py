@@ -122,7 +122,8 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
         shown, commands = {"kept": checkpoints.kept, "run": str(folder)}, {"after freeing space": run.resume_command}
         run.emit(Ended(state.update, "failed", title, shown, commands, status={"reason": reason}))
         return UnsavedError(f"{title} Kept: {checkpoints.kept}. After freeing space: {run.resume_command}")
-    run.ledger.end(finished=True)
+    problem = checkpoints.unpublished
+    run.ledger.end(finished=not problem)
     last, task, epoch = run.evaluations, splits.task, state.current_epoch(config, run.setup.plan)
     result = result_of(config, run.setup.plan, len(splits.to_train_on), state, last, task) | {
         "precision": precision(run.accelerator),
@@ -130,7 +131,6 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
         "wall_seconds": time.monotonic() - run.began,
         "cost": cost_of(run.ledger.starts),
     }
-    problem = checkpoints.unpublished
     if not (problem or run.directory.result(result)):
         problem = f"{folder}/result.json could not be written"
     if problem:
@@ -146,7 +146,7 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
             final_metrics(result, state, last, stopped, folder, task.evaluation_metrics(config.metrics)),
             next_steps(folder, held_out_file(splits)),
             status={"epoch": epoch, "eta_seconds": 0} | ({"reason": problem} if problem else {}),
-            result=result,
+            result=None if problem else result,
             stopped_by=result["stopped_by"],
         )
     )

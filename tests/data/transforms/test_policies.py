@@ -186,6 +186,8 @@ def test_a_transform_that_cannot_be_trained_with_is_refused(name: str, message: 
         ("--augment.policy rnd-m9", "with a number in each part, such as rand-m9"),
         ("--augment.policy rand-m9-", "with a number in each part"),
         ("--augment.policy rand-m9-inc", "with a number in each part"),
+        ("--augment.policy rand-m9-tx5", "with a number in each part"),
+        ("--augment.policy rand-m9-n0", "with a number in each part"),
         ("--augment.policy autoaugmentation", "Did you mean 'autoaugment'?"),
         ("--augment.own mine", "expected none or FILE.py:NAME"),
         ("--augment.own nowhere.py:augment", "nowhere.py: no such file"),

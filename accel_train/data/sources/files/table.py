@@ -236,9 +236,14 @@ def _labels(cells: Sequence[str]) -> tuple[tuple[str, ...], Labels]:
     """The classes, and the labels of all rows: int64 [n], or bool [n, classes] if any cell has a separator.
 
     Classes are sorted: by their numbers if all labels are whole numbers, else as text, as a folder's classes are.
+    Raises UserError for one number in two spellings, 1 and 01.
     """
     parts = {cell: [part for part in map(str.strip, cell.split(SEPARATOR)) if part] for cell in set(cells)}
     names = {name for found in parts.values() for name in found}
+    spelled: dict[int, str] = {}
+    for name in sorted(names):
+        if re.fullmatch(r"[+-]?\d+", name) and (other := spelled.setdefault(int(name), name)) != name:
+            raise UserError(f"the labels '{other}' and '{name}' are one number: write it in one way in all rows.")
     classes = tuple(sorted(names, key=int) if all(map(NUMBER.fullmatch, names)) else sorted(names))
     number = {name: label for label, name in enumerate(classes)}
     if not any(SEPARATOR in cell for cell in cells):

@@ -118,7 +118,7 @@ def test_columns_that_are_named(images: Path) -> None:
         (["10", "1", "7", "1"], ("1", "7", "10"), [2, 0, 1, 0]),
         (["-1", "1", "1", "-1"], ("-1", "1"), [0, 1, 1, 0]),
         (["10", "9", "x", "x"], ("10", "9", "x"), [0, 1, 2, 2]),
-        (["001", "1", "02", "1"], ("001", "02", "1"), [0, 2, 1, 2]),
+        (["001", "3", "02", "3"], ("001", "02", "3"), [0, 2, 1, 2]),
         (["dög", "Cat", "cat", '"a, b"'], ("Cat", "a, b", "cat", "dög"), [3, 0, 2, 1]),
     ],
 )
@@ -126,6 +126,14 @@ def test_numbers_and_names(images: Path, labels: list[str], classes: tuple[str, 
     rows = zip(sorted(IMAGES)[:4], labels, strict=True)
     splits = load(images, "path,label\n" + "".join(f"{path},{label}\n" for path, label in rows))
     assert splits.classes == classes and splits.train.labels.tolist() == numbers
+
+
+def test_one_number_in_two_spellings_is_refused(images: Path) -> None:
+    with pytest.raises(UserError, match="the labels '001' and '1' are one number"):
+        load(
+            images,
+            "path,label\n" + "".join(f"{p},{n}\n" for p, n in zip(sorted(IMAGES)[:3], ("001", "1", "2"), strict=True)),
+        )
 
 
 def test_several_labels(images: Path) -> None:
