@@ -100,12 +100,6 @@ def test_a_write_that_fails_leaves_the_old_one_and_no_rubbish(tmp_path):
         verify_files(place)
 
 
-def test_a_folder_whose_parent_has_gone_is_not_made_anew(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        commit(tmp_path / "gone" / "checkpoints", 1, write)
-    assert not (tmp_path / "gone").exists()
-
-
 def test_everything_is_on_the_disk_before_the_checkpoint_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,20 +101,3 @@ def test_the_best_is_that_of_the_metric_and_begins_anew_with_another_one(tmp_pat
     last = lines_of(run, "eval", "val")[-1]
     assert (result_of(run)["best_update"], result_of(run)["best_value"]) == (last["update"], last["f1"])
     assert result_of(run)["stopped_by"] == "epochs"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--data.val-fraction 0.1 --best-metric map", "choose one of accuracy, loss, f1."),
-        ("--best-metric loss", "--best-metric loss: follows the validation split, but this data has none"),
-        ("--stop.patience-epochs 3", "--stop.patience-epochs 3: follows the validation split"),
-        ("--stop.hours 0", "--stop.hours: expected a number greater than 0"),
-    ],
-)
-def test_what_cannot_be_followed_is_refused_in_one_line(
-    words: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(["train", "digits", *words.split(), "--output-dir", str(tmp_path / "run")]) == 2
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1

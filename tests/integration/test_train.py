@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,8 @@ import helpers
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from accel_train import models
 from accel_train.cli import main
-from accel_train.config.schema import Model
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -59,24 +54,6 @@ def test_gradient_checkpointing_leaves_the_same_weights_and_statistics(tmp_path:
     assert losses[0] == losses[1]
     assert any("running_mean" in name for name in plain)
     assert [name for name in plain if not torch.equal(plain[name], again[name])] == []
-
-
-def test_activation_checkpointing_of_accelerates_draws_the_same_masks_again() -> None:
-    def gradient(model: nn.Module) -> torch.Tensor:
-        kept = models.prepare_recomputation(model, Model())
-        torch.default_generator.manual_seed(7)
-        loss = model(torch.ones(4, 8)).square().sum()
-        with models.preserve_buffers(kept):
-            loss.backward()
-        (found,) = [parameter.grad for name, parameter in model.named_parameters() if name.endswith("1.weight")]
-        assert found is not None
-        return found
-
-    torch.manual_seed(0)
-    body = nn.Sequential(nn.Dropout(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout())
-    wrapped = checkpoint_wrapper(copy.deepcopy(body), preserve_rng_state=False)  # as Accelerate's fsdp2_apply_ac
-    assert torch.equal(gradient(nn.Sequential(wrapped)), gradient(nn.Sequential(body)))
-    assert torch.equal(wrapped.get_buffer("2.running_mean"), body.get_buffer("2.running_mean"))
 
 
 def test_the_lines_of_a_run_name_epochs_and_rates_that_exist(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +19,7 @@ from accel_train.config.schema import Config
 from accel_train.records.cost import read_starts
 from accel_train.records.directory import RunDirectory
 from accel_train.records.events import (
-    Evaluated,
     Event,
-    Logged,
     MetricsLines,
     Noted,
     Status,
@@ -177,18 +174,3 @@ def test_the_order_is_the_declared_one(tmp_path: Path) -> None:
     sinks = create_sinks(setup, RunDirectory(tmp_path, writes=True), *others)
     assert [type(sink) for sink in sinks[:3]] == [MetricsLines, Status, Trackers] and sinks[3:5] == [*others[:2]]
     assert create_sinks(setup, RunDirectory(tmp_path, writes=False), *others) == []  # another process's
-
-
-def test_a_line_has_the_time_of_its_event_and_nan_is_null(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path, writes=True)
-    sinks = Stream([MetricsLines(directory), Status(directory)])
-    sinks.emit(Logged(7, 1, 0.5, {"loss": math.nan, "lr": 0.1}, None, time=12.5))
-    sinks.emit(Evaluated("val (ema)", 9, 1, {"loss": 0.25}, 40, 1.5, time=13.0))
-    first, second = ((tmp_path / "metrics.jsonl").read_text()).splitlines()
-    assert json.loads(first) == {
-        "kind": "train", "time": 12.5, "epoch": 1, "update": 7, "seconds": 0.5, "loss": None, "lr": 0.1
-    }  # fmt: skip
-    assert json.loads(second) == {
-        "kind": "eval", "time": 13.0, "split": "val", "weights": "ema", "epoch": 1, "update": 9, "loss": 0.25,
-        "count": 40, "seconds": 1.5,
-    }  # fmt: skip
