@@ -64,7 +64,7 @@ def expanded(pattern: str, suffix: str) -> tuple[str, ...]:
     """The names that "train-{000..127}.tar" or "{train/{0..3},val/0}.tar" means, in the order of bash. Raises
     UserError."""
     names = _expanded(pattern)
-    if wrong := [name for name in names if not name.endswith(suffix)]:
+    if wrong := [name for name in names if not name.lower().endswith(suffix)]:
         raise UserError(f"--data.root: {first_of(wrong, 1)} is no shard: their names end with {suffix}.")
     return tuple(dict.fromkeys(names))
 

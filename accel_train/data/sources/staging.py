@@ -14,13 +14,13 @@ import asyncio
 import contextlib
 import errno
 import hashlib
+import io
 import ipaddress
 import json
 import os
 import re
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ from accel_train.errors import LOGGER, UserError, counted, is_terminal, needing,
 from accel_train.files import atomic_write, fsync, open_to_write, sha256
 from accel_train.launch.agreement import once_a_node
 from accel_train.launch.environment import in_job, is_first_process
-from accel_train.untrusted import MAX_JSON_BYTES, read_json_object, read_regular_file
+from accel_train.untrusted import read_json_object
 
 SUFFIXES = {"tar": ".tar", "wds": ".tar", "hfds/parquet": ".parquet"}
 """--data.name of what can be staged -> how the names of its files end."""
@@ -110,13 +110,11 @@ class Storage:
         self.scheme = check_protocol(root) if is_url(root) else "file"
         text = str(root) if is_url(root) else str(root.absolute())
         self.folder = str(folder_of(root)) if is_url(root) else text
-        self.names: tuple[str, ...] = ()
+        if self.folder == text and text.lower().endswith(self.suffix) and not root.is_dir():
+            self.folder = text.rpartition("/")[0]
+        is_folder = self.folder == text
+        self.names = () if is_folder else expanded(text.removeprefix(f"{self.folder}/"), self.suffix)
         """Those that are named; (): those in the folder."""
-        if self.folder != text:
-            self.names = expanded(text.removeprefix(f"{self.folder}/"), self.suffix)
-        elif text.lower().endswith(self.suffix) and not (self.scheme == "file" and Path(text).is_dir()):
-            self.folder, _, name = text.rpartition("/")
-            self.names = (name,)
         self.is_web = self.scheme in ("http", "https")
         self.pauses = PAUSES
         self.stopping, self.copied = threading.Event(), dict[str, int]()  # bytes of each file that are here
@@ -153,7 +151,8 @@ class Storage:
         """The list beside the shards, and those that it names; () if a bucket has none."""
         for name in LISTS if self.kind == "wds" else ():
             if text := self._text(name):
-                return (name, *chain(*listed_shards(Path(name), text.encode())[0].values()))
+                shards = chain(*listed_shards(Path(name), text.encode())[0].values())
+                return tuple(dict.fromkeys((name, *shards)))
         if self.is_web:
             raise UserError(
                 f"--data.root {self.folder}: a web server does not list its files, and there is no {LISTS[0]} that "
@@ -162,13 +161,13 @@ class Storage:
         return ()
 
     def _text(self, name: str) -> str:
-        """The content of a small file; "" if there is none."""
-        with contextlib.suppress(AbsentError), tempfile.TemporaryDirectory() as place:
-            if (file := self.look_at(name)).size > MAX_JSON_BYTES:
-                raise UserError(f"{self.folder}/{name} has {file.size:,} bytes, more than such a file can have.")
-            self.copy(file, Path(place, name))
-            return read_regular_file(Path(place, name)).decode(errors="replace")
-        return ""
+        """The content of a small file, which is smaller than a PART; "" if there is none."""
+        content, url = io.BytesIO(), f"{self.folder}/{name}"
+        with contextlib.suppress(AbsentError):
+            if (file := self.look_at(name)).size >= PART:
+                raise UserError(f"{url} has {file.size:,} bytes, more than such a file can have.")
+            self._patiently(url, lambda: self._read(file, content), content.tell)
+        return content.getvalue().decode(errors="replace")
 
     def _found(self) -> list[File]:
         path = self.client._strip_protocol(self.folder).rstrip("/")
@@ -348,18 +347,20 @@ def stage(data: Data, tick: Callable[[str], None] = lambda digest: None, *, down
         manifest = before
     digest = digest_of(manifest)
     with writing("--data.stage", folder, "a folder on a disk of this node"):
-        while kept(folder) != manifest:  # else a run on this node has copied it, maybe meanwhile
+        (folder / digest).mkdir(parents=True, exist_ok=True)
+        is_complete = manifest == before
+        while not is_complete:
             tick(digest)
-            (folder / digest).mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(Timeout), FileLock(folder / ".lock", timeout=1.0):
-                _fill(folder / digest, storage, manifest, lambda: tick(digest))
+                if absent := missing(manifest, folder / digest):  # else another run has copied them meanwhile
+                    _fill(folder / digest, storage, absent, lambda: tick(digest))
                 atomic_write(folder / MANIFEST, json.dumps({"files": [asdict(file) for file in manifest]}))
+                is_complete = True
     return digest
 
 
-def _fill(folder: Path, storage: Storage, manifest: Manifest, tick: Callable[[], None]) -> None:
-    """Copy the files that the folder lacks, several at a time. Raises UserError and OSError."""
-    absent = missing(manifest, folder)
+def _fill(folder: Path, storage: Storage, absent: list[File], tick: Callable[[], None]) -> None:
+    """Copy these files, several at a time. Raises UserError and OSError."""
     total, free = sum(file.size for file in absent), shutil.disk_usage(folder).free
     rest = total - sum(_bytes_in(_part_of(folder / file.name)) for file in absent)
     if rest + SPARE > free:
