@@ -48,8 +48,8 @@ def test_it_lists_each_run_with_its_state(digits_run: Path, tmp_path: Path) -> N
     for name in ("running", "dead", "silent", "remote"):
         state_of(top / name, "training", epoch=1)
     with (top / "running" / "metrics.jsonl").open("a") as file:
-        for accuracy in (0.5, 1.0, 0.625):
-            file.write(json.dumps({"kind": "eval", "split": "val", "accuracy": accuracy}) + "\n")
+        for accuracy, loss in ((0.5, 1.0), (1.0, 0.5), (1.5, None), (0.625, 0.9)):  # an infinite loss is never the best
+            file.write(json.dumps({"kind": "eval", "split": "val", "accuracy": accuracy, "loss": loss}) + "\n")
         file.write('{"kind": "eval", "split": "val", "accu')  # is being written
     own(top / "running", here)
     subprocess.run([sys.executable, "-c", DEAD, str(top / "dead")], check=True)
