@@ -16,14 +16,14 @@ from typing import Annotated, Literal
 
 from accel_train.config.declaration import RECIPE_WORD, Word
 from accel_train.config.options import CommandOptions, given_keys, parse_command
-from accel_train.errors import UserError, counted, first_of, how_to_get, print_line
+from accel_train.errors import UserError, counted, first_of, how_to_get, one_line, print_line
 from accel_train.files import open_to_write
 from accel_train.launch.environment import allocated_hosts
 from accel_train.launch.process import CODE, ENDED, MARKER, NODES, RUN, WARNED, job_id, start_folder
 from accel_train.tools.cluster.elements import Element, elements_of
 from accel_train.tools.cluster.scheduler import SCHEDULERS, Job, Pbs, Slurm
 from accel_train.tools.cluster.submission import jobs_to_queue, plan, queue, words_of_element
-from accel_train.untrusted import is_number, read_json_lines, read_regular_file
+from accel_train.untrusted import is_number, read_json_lines, read_json_object, read_regular_file
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def submit(arguments: Sequence[str]) -> int:
         print_line(f"in the queue already: {first_of(todo.waiting)}")
     count = len(todo.missing)
     queued = f"{counted(count, 'run')} queued as {', '.join(numbers)}" if count else "nothing to queue"
-    print_line(f"{queued}: accel-train runs {shlex.quote(str(folder))}")
+    print_line(f"{queued}: accel-train runs {shlex.quote(str(folder))}; logs: {folder}/jobs")
     return 0
 
 
@@ -183,7 +183,10 @@ class _After:
         own, update = _read(self.start / CODE), _read(self.start / MARKER)
         code = int(own) if own.isdigit() else code
         if (self.start / ENDED).exists():
-            _say(f"the batch system has ended this job, and may start it again. If it does not: {self._again()}")
+            _say(
+                "the batch system has ended this job. After a preemption or a lost node it starts it again by itself, "
+                f"after scancel or qdel it does not: then {self._again()}"
+            )
             return f"end {KILLED}"
         if not update:
             self._explain(code)
@@ -250,7 +253,10 @@ class _After:
             todo += self._again([f"{self.run}/config.yaml"])
         else:  # once refused, the same words would be refused again
             todo = "Correct what it says and submit the job again: no run has begun that could be continued."
-        _say(f"failed with exit code {code}. Look for the first error above. {todo}")
+        reason = {} if self.run is None else read_json_object(self.run / "status.json")
+        said = reason.get("reason") if reason.get("state") == "failed" else None
+        why = f": {one_line(said, 300).rstrip('.')}." if isinstance(said, str) else ". Look for the first error above."
+        _say(f"failed with exit code {code}{why} {todo}")
 
     def _warn_of_short_lead(self) -> None:
         """Warn if the time between the warning and the job's end was short for a save."""

@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from accel_train.errors import UnsavedError, counted
 from accel_train.launch.accelerator import precision
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.launch.process import FROM_LAUNCHER, MARKER, elastic_id, other_agents_restart, ranges
+from accel_train.launch.process import FROM_LAUNCHER, MARKER, elastic_id, other_agents_restart, ranges, start_folder
 from accel_train.ownership.lease import Lease
 from accel_train.records.cost import cost_of
 from accel_train.records.directory import RunDirectory
@@ -179,6 +179,8 @@ def _interrupt(run: Run, *, reason: str, others_go_on: bool) -> TrainingResult |
             directory.ask_for_requeue(checkpoints.last_saved or 0)
         problem = f"{title} Kept: {checkpoints.kept}."
     commands = {"go on": go_on or "by itself, without that process"}
+    if go_on == run.resume_command and start_folder() is not None and "SLURM_JOB_ID" in os.environ:
+        commands = {}  # `accel-train after-job` says at the end of the job what follows, with the options of sbatch
     state_now, status = ("failed", {"reason": problem}) if problem else ("interrupted", {})
     run.emit(Ended(state.update, state_now, title, shown, commands, status=status, stopped_by=reason))
     if problem:

@@ -95,6 +95,8 @@ def test_what_ended_the_training_decides(start: Start, monkeypatch: pytest.Monke
     tell_job_script("exit-code", 3)
     decision, said = start.after(1)
     assert decision == "end 3" and "failed with exit code 3" in said and "no task could write" not in said
+    (start.run / "status.json").write_text('{"state": "failed", "reason": "A process was killed: rank 1 on n2"}')
+    assert "failed with exit code 3: A process was killed: rank 1 on n2. To continue the run: cd " in start.after(1)[1]
     start.begin("n1", "n2")
     assert start.after(137)[0] == "end 137"  # killed: it could not write
     (start.place / "nodes" / "n2").unlink()
@@ -106,7 +108,7 @@ def test_what_ended_the_training_decides(start: Start, monkeypatch: pytest.Monke
     assert decision == "end 1" and "may not be requeued. To continue: cd " in said
     (start.place / "ended").touch()
     decision, said = start.after(0)
-    assert decision == "end 143" and "may start it again. If it does not: cd " in said
+    assert decision == "end 143" and "after scancel or qdel it does not: then cd " in said
     start.begin("n1", "n2")
     assert start.after(0) == ("end 0", "")
     assert not start.place.parent.exists()

@@ -424,7 +424,7 @@ def test_a_start_that_fails_names_the_line_to_go_on_with(cluster: Cluster) -> No
     variables = f"cd {cluster.directory} && ACCELERATE_CONFIG={cluster.environment['ACCELERATE_CONFIG']} DOCTOR=off "
     assert variables + again in wrong.log()
     assert "slurm_script" not in wrong.log() and "scontrol" not in wrong.log()
-    assert "error: " in wrong.log() and "exit code 2. Look for the first error above" in wrong.log()
+    assert "error: " in wrong.log() and "failed with exit code 2" in wrong.log()
 
 
 @pytest.mark.slow
