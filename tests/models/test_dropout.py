@@ -96,15 +96,6 @@ class TestPurity:
             parts.append(model(x[: len(ids) * windows]))
         assert torch.equal(torch.cat(parts), whole)
 
-    def test_seed_update_sample_layer_and_call_decide(self) -> None:
-        plain = masks(0.5, 20, 64)
-        assert torch.equal(masks(0.5, 20, 64), plain)
-        others = [{"seed": 6}, {"update": 1}, {"layer": 1}, {"calls": 2}, {"calls": 3}]
-        seen = [plain, *(masks(0.5, 20, 64, **other) for other in others)]
-        for number, one in enumerate(seen):
-            assert all(float((one == other).float().mean()) < 0.6 for other in seen[:number])
-        assert len({tuple(row) for one in seen for row in one.tolist()}) == 20 * len(seen)
-
 
 class TestDistribution:
     @pytest.mark.parametrize("p", [0.5, 0.1, 0.003])

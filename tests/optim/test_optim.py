@@ -344,14 +344,6 @@ def test_label_smoothing_by_hand() -> None:
     assert losses.tolist() == pytest.approx([-0.7 * first[0] - 0.1 * sum(first), -0.7 * second[2] - 0.1 * sum(second)])
 
 
-def test_class_weights_multiply_each_sample() -> None:
-    weights = torch.tensor([0.5, 1.0, 3.0])
-    for smoothing in (0.0, 0.1):
-        plain = create_loss(Loss(label_smoothing=smoothing), None)(LOGITS, torch.tensor([0, 2]))
-        weighted = create_loss(Loss(label_smoothing=smoothing), weights)(LOGITS, torch.tensor([0, 2]))
-        torch.testing.assert_close(weighted, plain * torch.tensor([0.5, 3.0]))
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 1.0, 3.0])])
 def test_hard_targets_are_soft_targets_of_one_class(smoothing: float, weights: Tensor | None) -> None:

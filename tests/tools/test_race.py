@@ -74,12 +74,6 @@ def test_a_program_s_time_is_that_of_its_turns(
     assert capsys.readouterr().out.count("30.00% in epoch 3") == 2
 
 
-@pytest.mark.ci
-def test_a_program_that_ends_before_the_goal_ends_the_race(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"program\.py end has ended"):
-        race.race(racers(tmp_path, "end"), seed=0, goal=0.5, images=None)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_all_programs_run_and_are_ended_by_their_first_test() -> None:

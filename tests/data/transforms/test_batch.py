@@ -171,16 +171,6 @@ class TestCropAndFlip:
         assert (counts - expected).abs().max() < 5 * math.sqrt(expected)
         assert abs(int(mirrored.sum()) - count / 2) < 5 * math.sqrt(count / 4)
 
-    @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
-    def test_flips_about_as_often_as_asked(self, probability: float) -> None:
-        count = 20_000
-        images = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2).expand(count, 1, 2, 2)
-        batch = {"images": images, "labels": torch.zeros(count).long()}
-        batch |= {"keys": keys_of(count), "weights": torch.ones(count)}
-        found = created(size=2, grey=True, flip=probability)(batch)[0]
-        flipped = int((found[:, 0, 0, 0] > found[:, 0, 0, 1]).sum())
-        assert abs(flipped - count * probability) < 5 * math.sqrt(count * probability * (1 - probability))
-
 
 class TestResize:
     def test_a_batch_is_resized_as_torch_resizes_one_image(self) -> None:

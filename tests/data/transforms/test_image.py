@@ -115,13 +115,6 @@ class TestResizedCrop:
         high = self.boxes(1000, 10, 200, ratio=(0.75, 4 / 3), scale=(0.9, 1.0))
         assert torch.equal(high, torch.tensor([(1000 - 13) // 2, 0, 13, 10]).expand(200, 4))
 
-    def test_a_box_depends_on_its_own_key_and_image_alone(self) -> None:
-        keys, sizes = hashed(key(9), torch.arange(100)), torch.randint(20, 500, (2, 100), generator=NUMBERS)
-        whole = crop_boxes(keys, *sizes, (0.08, 1.0), (0.75, 4 / 3))  # type: ignore[call-arg]
-        for at in range(0, 100, 7):
-            part = slice(at, at + 3)
-            assert torch.equal(crop_boxes(keys[part], *sizes[:, part], (0.08, 1.0), (0.75, 4 / 3)), whole[part])  # type: ignore[call-arg]
-
     def test_pixels_are_those_of_torchvisions_resized_crop(self) -> None:
         found = ImageTransform(POLICIES["resized"], 24, training=True)(IMAGES, KEYS)
         heights, widths = torch.tensor([image.shape[1:] for image in IMAGES]).T
