@@ -112,27 +112,6 @@ def test_synthetic_images_are_laid_out_or_made_when_asked_for() -> None:
     same(seen(found), seen(expected))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("place", ["device", "host", "disk"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_gpu_sees_the_cpus_pixels(place: str, layout: str) -> None:
-    found = feed_of(layout=layout, data=Data(placement=place))  # type: ignore[arg-type]
-    assert found.placement.place == place
-    expected = feed_of(data=Data(placement="disk"))
-    transform = expected.transform
-    for name, value in vars(transform).items():
-        if isinstance(value, torch.Tensor):
-            setattr(transform, name, value.cpu())
-    for batch in found.batches:
-        inputs, targets = found.transform(batch)
-        assert inputs.device.type == "cuda" and inputs.is_contiguous(memory_format=LAYOUTS[layout])
-        on_cpu, labels = transform({name: values.cpu().contiguous() for name, values in batch.items()})
-        assert torch.equal(targets.cpu(), labels)
-        assert torch.allclose(inputs.cpu(), on_cpu, atol=1e-6)
-        assert torch.equal(inputs.cpu() == 0, on_cpu == 0)  # the same places erased
-
-
 class TestPlacement:
     """Return the chosen place, for devices that this machine does not have."""
 
