@@ -13,10 +13,7 @@ from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import Dataset as TorchDataset
 from torchvision.tv_tensors import Image
 
-from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.user import Packed, UserDataset
-from accel_train.data.worker_processes import WorkerContext, WorkerInit
-from accel_train.data.workers import BatchDataset, no_collate
 from accel_train.user_code.reference import Reference
 
 COUNT = 960
@@ -74,20 +71,3 @@ def test_tensors_and_arrays_are_in_memory_once() -> None:
     first, size = source.packed.block.data_ptr(), len(source.packed.block)
     for own in (source.dataset.images, source.packed.unpack().images):
         assert all(first <= place < first + size for place in (own[0].data_ptr(), own[1].ctypes.data))
-
-
-def test_workers_load_a_dataset_of_many_tensors() -> None:
-    """The workers' server passes at most some 250 file descriptors to each."""
-    dataset = Pairs(images())
-    labels = torch.arange(COUNT) % 2
-    source = UserDataset(dataset, Reference("", "json", "loads"), "train", labels, 1, torch.Size([1, 4, 4]))
-    loader: Any = torch.utils.data.DataLoader(
-        BatchDataset(source, None, 0),
-        batch_sampler=EvaluationSampler(COUNT, 96),  # type: ignore[arg-type]
-        collate_fn=no_collate,
-        num_workers=2,
-        worker_init_fn=WorkerInit(),
-        multiprocessing_context=WorkerContext(BatchDataset.__module__),
-    )
-    loaded = torch.cat([batch["images"] for batch in loader])
-    assert loaded.equal(torch.stack(images()))
