@@ -17,7 +17,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from accel_train.checkpoint.manager import Checkpoints
+from accel_train.checkpoint.resume import Checkpoints
 from accel_train.checkpoint.state_dict import gather_to_main, named_tensors, optimizer_state
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Checkpoint, Config

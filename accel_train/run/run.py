@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from rich.console import Console as RichConsole
 
 from accel_train.checkpoint.directory import checkpoint_path
-from accel_train.checkpoint.manager import Checkpoints
+from accel_train.checkpoint.resume import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.data.loading import evaluation_batch_size
 from accel_train.errors import EvaluationError, is_terminal, one_line

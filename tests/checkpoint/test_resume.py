@@ -22,8 +22,8 @@ from torch import nn
 
 from accel_train.checkpoint import store
 from accel_train.checkpoint.directory import list_updates
-from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.reading import RunWeights, find_newest_checkpoint
+from accel_train.checkpoint.resume import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Checkpoint, Config, Data, Ema, Optim, Schedule
 from accel_train.errors import UserError

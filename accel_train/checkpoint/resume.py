@@ -1,4 +1,4 @@
-"""The trainer's checkpoints, `checkpoints/update-00001234/` in the run's directory: what must match to go on from one.
+"""What must match for a run to resume from one of its checkpoints, `checkpoints/update-00001234/` in its directory.
 
 store.py saves and restores them.
 """
