@@ -225,8 +225,7 @@ class Storage:
             raise OSError(f"the answer ended after {start:,} of {file.size:,} bytes")
 
     def _patiently(self, url: str, ask: Callable[[], T], position: Callable[[], int] = lambda: 0) -> T:
-        """What `ask` returns. A web server is asked again after an error that may pass; the clients of buckets and of
-        the hub do that themselves. `position`: how far it has come."""
+        """What `ask` returns, asked again after an error that may pass. `position`: how far it has come."""
         failures = 0
         while True:
             before = position()
@@ -239,7 +238,7 @@ class Storage:
                     raise cause from error
                 absent = isinstance(cause, FileNotFoundError | PermissionError) or getattr(cause, "status", 0) in ABSENT
                 failures = 1 if position() >= before + PIECE else failures + 1
-                if absent or not self.is_web or failures > len(self.pauses):
+                if absent or failures > len(self.pauses):
                     reason = "there is no such file, or it is not yours to read" if absent else reason_of(cause, 200)
                     kind = AbsentError if absent else UserError
                     raise kind(f"{url} cannot be read ({reason}).") from error
@@ -337,7 +336,8 @@ def stage(data: Data, tick: Callable[[str], None] = lambda digest: None, *, down
         return digest_of(before)
     try:
         storage = Storage(data.root, data.name)
-        storage.pauses = () if before else PAUSES
+        # The clients of buckets and of the hub try again themselves, and know at once if there are no credentials.
+        storage.pauses = PAUSES if storage.is_web and not before else ()
         manifest, storage.pauses = storage.manifest(), PAUSES
     except UserError as error:
         if not before:
