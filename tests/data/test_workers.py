@@ -52,15 +52,13 @@ sys.stdin.readline()
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Any:
-    (tmp_path / "trainer.py").write_text(TRAINER)
     (tmp_path / "random.py").write_text("raise SystemExit('a file of the user has the name of a module')")
-    package = helpers.ROOT
     program = tmp_path / "bin" / "trainer.py"
     program.parent.mkdir()
-    (tmp_path / "trainer.py").rename(program)
+    program.write_text(TRAINER)
     popen = subprocess.Popen(
         [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(helpers.ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert popen.stdout is not None and popen.stdin is not None
     try:

@@ -131,15 +131,6 @@ def test_decay_all_decays_what_the_model_excludes(settings: dict[str, Any]) -> N
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_frozen_parameters_are_left_out(weight_decay: float) -> None:
-    model = small_net()
-    model[0].requires_grad_(False)
-    optimizer = create_optimizer(Optim(name="adamw", weight_decay=weight_decay), model)
-    held = {id(item) for group in optimizer.param_groups for item in group["params"]}
-    assert held == {id(item) for item in model.parameters() if item.requires_grad}
-
-
 def test_layer_decay_is_in_the_rate_of_every_group() -> None:
     model = create_model(Model(name="vit_s16_plain"), num_classes=3, channels=3, image_size=32)
     optim = Optim(name="adamw", lr=0.1, weight_decay=0.05, layer_decay=0.5)

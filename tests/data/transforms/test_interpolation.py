@@ -71,8 +71,6 @@ def test_what_does_not_fit_the_images_is_said(settings: dict, channels: int, ful
 
 
 class TestInterpolation:
-    BICUBIC = Augment(interpolation="bicubic")
-
     def test_pixels_are_torchvisions(self) -> None:
         mode = v2.InterpolationMode.BICUBIC
         sharp = (IMAGES[40:60] > 127).to(torch.uint8) * 255  # bicubic overshoots

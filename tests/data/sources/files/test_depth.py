@@ -155,7 +155,7 @@ def test_an_animation_is_refused(format: str) -> None:
             assert (decode(file.getvalue(), 3).int() - 200).abs().max() <= 3
 
 
-def write(root: Path, kind: str, counts: dict[str, int], peak: float = 0.9) -> Path:
+def write(root: Path, kind: str, counts: dict[str, int]) -> Path:
     """Dark and light pictures, stored with other numbers."""
     numbers = np.random.default_rng(0)
     for split, count in counts.items():
@@ -163,7 +163,7 @@ def write(root: Path, kind: str, counts: dict[str, int], peak: float = 0.9) -> P
             path = root / split / ("dark", "light")[number % 2] / f"{number}.{'tif' if kind == 'float' else 'png'}"
             path.parent.mkdir(parents=True, exist_ok=True)
             values = numbers.uniform(0, 0.4, (8, 8)) + 0.5 * (number % 2)
-            values[0, 0] = peak
+            values[0, 0] = 0.9
             as_stored = values.astype(np.float32) if kind == "float" else (values * 4095).round().astype(np.uint16)
             Image.fromarray(as_stored).save(path)
     return root
