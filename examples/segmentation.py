@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, default_convert
 
 from accel_train import parts
 
@@ -111,13 +111,15 @@ def main():
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         plan = parts.share_batch(accelerator, TRAIN, options.batch_size, options.virtual_batch)
         order = parts.TrainingSampler(plan, options.seed)
-        training = parts.create_loader(accelerator, Shapes(0, TRAIN, options.seed), order)
         in_turn = parts.EvaluationSampler(TEST, 10 * accelerator.num_processes)
-        test = parts.create_loader(accelerator, Shapes(TRAIN, TEST), in_turn)
+        # The samplers give whole batches of samples' numbers, and Accelerate gives each process its slice of each.
+        training = DataLoader(Shapes(0, TRAIN, options.seed), batch_sampler=order, collate_fn=default_convert)
+        test = DataLoader(Shapes(TRAIN, TEST), batch_sampler=in_turn, collate_fn=default_convert)
+        training, test = accelerator.prepare(training, test)
         gradients = parts.ExactGradients(list(model.parameters()), plan.virtual_batches)
-        run = parts.Checkpoints(options.output_dir, accelerator, model, optimizer, requests, plan, seed=options.seed)
-        with run:  # these processes alone own the directory
-            state = run.restore()
+        prepared = accelerator, model, optimizer
+        # Within this block these processes alone own the directory.
+        with parts.open_run(options.output_dir, *prepared, requests, plan, seed=options.seed) as (run, state):
             accelerator.print(f"epoch {state.epoch + 1}, after update {state.update}")
             try:
                 while state.epoch < options.epochs:

@@ -381,11 +381,11 @@ MUTANTS = [
     Mutant("config/declaration.py", "lambda x: 0 <= x <= 1)", "lambda x: 0 <= x)",
            "config/test_options.py", "a probability is at most 1"),
     # A loop of one's own
-    Mutant("parts.py", "        if has_batchnorm(model):", "        if False:",
+    Mutant("parts.py", "    if has_batchnorm(model):", "    if False:",
            "test_parts.py", "a BatchNorm that depends on the number of processes is refused"),
     Mutant("parts.py", "        broadcast_from_main(self.accelerator, self.lease.check)\n", "",
            "test_parts.py", "who has lost the directory is told so at the next save"),
-    Mutant("parts.py", "if before.get(name) != self.settings.get(name)]", "if False]",
+    Mutant("parts.py", "in pairs.items() if old != new]", "in pairs.items() if False]",
            "test_parts.py", "other settings do not go on from a checkpoint"),
     Mutant("parts.py", "    if not accelerator.split_batches:", "    if False:",
            "test_parts.py", "each process gets its slice of a batch, not a whole batch"),

@@ -5,10 +5,11 @@ Its samples are 50 rows of 6 numbers; an update has 24 in virtual batches of 4, 
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, default_convert
 
 from accel_train import parts
 
@@ -31,10 +32,11 @@ def main() -> None:
         norms = None if plain else parts.VirtualBatches(bare, plan.virtual_batch, exact=plan.virtual_batches)
         model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9))
         order = parts.TrainingSampler(plan, SEED)
-        loader = parts.create_loader(accelerator, Rows(), order)
+        rows: DataLoader = DataLoader(Rows(), batch_sampler=order, collate_fn=default_convert)  # type: ignore[arg-type]
+        loader = accelerator.prepare(rows)
         gradients = parts.ExactGradients(list(bare.parameters()), plan.virtual_batches)
-        with parts.Checkpoints(directory, accelerator, model, optimizer, requests, plan, seed=SEED) as run:
-            state = run.restore()
+        prepared = accelerator, model, optimizer
+        with parts.open_run(Path(directory), *prepared, requests, plan, seed=SEED) as (run, state):
             while state.update < int(last):
                 order.seek(state.epoch, state.epoch_samples)
                 for number, batch in enumerate(loader):

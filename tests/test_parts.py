@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import helpers
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from accel_train import parts
 from accel_train.checkpoint import store
@@ -44,16 +44,14 @@ def test_a_batchnorm_that_is_not_converted_is_refused(tmp_path: Path) -> None:
 class Own:
     """A run of one process in this one."""
 
-    def __init__(self, directory: Path, seed: int = 0, inputs: int = 3, samples: int = 8, **settings: object) -> None:
+    def __init__(self, directory: Path, seed: int = 0, inputs: int = 3, samples: int = 8, **settings: Any) -> None:
         helpers.forget_accelerate()
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
         model = nn.Linear(inputs, 2)
         self.model, self.optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        self.plan = parts.share_batch(accelerator, samples, 4, 2)
-        self.checkpoints = parts.Checkpoints(
-            directory, accelerator, self.model, self.optimizer, parts.StopRequests(), self.plan, seed=seed,
-            settings=settings,
-        )  # fmt: skip
+        plan = parts.share_batch(accelerator, samples, 4, 2)
+        prepared = accelerator, self.model, self.optimizer
+        self.opened = parts.open_run(directory, *prepared, parts.StopRequests(), plan, seed=seed, **settings)
 
     def step(self, state: parts.TrainState) -> None:
         self.model(torch.ones(1, self.model.in_features)).sum().backward()
@@ -65,17 +63,15 @@ class Own:
 def saved(tmp_path: Path) -> Path:
     """The directory of a run with a checkpoint after its first update."""
     own = Own(tmp_path / "run", width=[1, 2])
-    with own.checkpoints as checkpoints:
-        state = checkpoints.restore()
+    with own.opened as (run, state):
         own.step(state)
-        checkpoints.save(state, wait=True)
+        run.save(state, wait=True)
     return tmp_path / "run"
 
 
 def test_a_run_goes_on_where_it_was(saved: Path) -> None:
     own = Own(saved, width=[1, 2])
-    with own.checkpoints as checkpoints:
-        state = checkpoints.restore()
+    with own.opened as (_, state):
         assert (state.epoch, state.update, state.epoch_samples) == (0, 1, 4)
         assert own.optimizer.state_dict()["state"][0]["step"] == 1
     assert json.loads((saved / "checkpoints/update-00000001/state.json").read_text())["generation"] == 1
@@ -93,15 +89,15 @@ def test_a_run_goes_on_where_it_was(saved: Path) -> None:
     ],
 )
 def test_what_does_not_fit_a_checkpoint_is_refused(saved: Path, changed: dict, message: str) -> None:
-    own = Own(saved, **{"width": [1, 2], **changed})
-    with own.checkpoints as checkpoints, pytest.raises(parts.UserError, match=message):
-        checkpoints.restore()
+    before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+    with pytest.raises(parts.UserError, match=message), Own(saved, **{"width": [1, 2], **changed}).opened:
+        pass
+    assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
 
 
 def test_a_failed_save_is_a_warning_and_the_last_one_is_an_error(saved: Path, monkeypatch, caplog) -> None:
     own = Own(saved, width=[1, 2])
-    with own.checkpoints as checkpoints:
-        state = checkpoints.restore()
+    with own.opened as (run, state):
 
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
@@ -109,22 +105,21 @@ def test_a_failed_save_is_a_warning_and_the_last_one_is_an_error(saved: Path, mo
         with monkeypatch.context() as patch:
             patch.setattr(store, "write_checkpoint", full)
             own.step(state)
-            checkpoints.save(state)
+            run.save(state)
             with pytest.raises(parts.UnsavedError, match=r"update 2 could not .*\. Kept: the checkpoint of update 1, "):
-                checkpoints.save(state, wait=True)
+                run.save(state, wait=True)
         assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
             "not saved: checkpoint of update 2: OSError: [Errno 28] No space left on device"
         ] * 2
-        checkpoints.save(state, wait=True)  # the disk has space again
-        assert checkpoints.last_saved == 2
+        run.save(state, wait=True)  # the disk has space again
+        assert run.last_saved == 2
 
 
 def test_weights_that_cannot_be_published_are_a_warning(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     own = Own(saved, width=[1, 2])
     (saved / "model.safetensors").mkdir()
-    with own.checkpoints as checkpoints:
-        state = checkpoints.restore()
-        checkpoints.publish_weights(state.update)
+    with own.opened as (run, state):
+        run.publish_weights(state.update)
     (record,) = caplog.records
     assert record.getMessage().startswith("not saved: the final weights are only in ")
     assert [path.name for path in saved.glob(".*")] == []
@@ -132,20 +127,35 @@ def test_weights_that_cannot_be_published_are_a_warning(saved: Path, caplog: pyt
 
 def test_who_has_lost_the_directory_writes_nothing_more(saved: Path) -> None:
     own = Own(saved, width=[1, 2])
-    with own.checkpoints as checkpoints:
-        state = checkpoints.restore()
+    with own.opened as (run, state):
         text = (saved / "owner.json").read_text()
         (saved / "owner.json").write_text(text.replace('"token": "', '"token": "0'))
         assert (saved / "owner.json").read_text() != text
         own.step(state)
         with pytest.raises(parts.LostError, match="Another start has taken"):
-            checkpoints.save(state, wait=True)
+            run.save(state, wait=True)
     assert [path.name for path in (saved / "checkpoints").iterdir()] == ["update-00000001"]
 
 
-def test_an_accelerator_that_does_not_divide_batches_is_refused() -> None:
+def test_a_run_whose_owner_file_is_removed_is_taken_over(saved: Path) -> None:
+    own = Own(saved, width=[1, 2])
+    with own.opened as (run, state):
+        other = Own(saved, width=[1, 2])
+        with pytest.raises(parts.UserError, match=r"To take over the run: remove .*owner\.json\.$"), other.opened:
+            pass
+        (saved / "owner.json").unlink()
+        with Own(saved, width=[1, 2]).opened as (_, restored):
+            assert restored.update == 1
+            own.step(state)
+            with pytest.raises(parts.LostError, match="Another start has taken"):
+                run.save(state, wait=True)
+
+
+def test_an_accelerator_that_does_not_divide_batches_is_refused(tmp_path: Path) -> None:
     helpers.forget_accelerate()
-    accelerator = Accelerator(cpu=True)
-    sampler = parts.EvaluationSampler(10, 4)
-    with pytest.raises(parts.UserError, match=r"whole batches in turn.* parts\.connect\(\)"):
-        parts.create_loader(accelerator, TensorDataset(), sampler)
+    accelerator, model = Accelerator(cpu=True), nn.Linear(3, 2)
+    plan, optimizer = parts.share_batch(accelerator, 8, 4, 2), torch.optim.SGD(model.parameters())
+    opened = parts.open_run(tmp_path / "run", accelerator, model, optimizer, parts.StopRequests(), plan, seed=0)
+    with pytest.raises(parts.UserError, match=r"whole batches in turn.* parts\.connect\(\)"), opened:
+        pass
+    assert not (tmp_path / "run").exists()

@@ -5,7 +5,6 @@ store.py saves and restores them.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from torch import nn
 
 from accel_train.checkpoint.directory import Snapshot, checkpoint_path, epochs_done, list_updates, versions
 from accel_train.checkpoint.reading import check_same_model
-from accel_train.checkpoint.state_dict import named_tensors, outline
+from accel_train.checkpoint.state_dict import named_tensors
 from accel_train.checkpoint.store import CheckpointStore, RestorePlan
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import (
@@ -109,9 +108,7 @@ class Checkpoints(CheckpointStore):
         if "name" in changed:
             self.notes.append("the checkpoint is of a different optimizer, so its state is not used")
             return RestorePlan(snapshot.state, position, None, keep), snapshot
-        optimizer = self.matching_optimizer(path, snapshot, position, keep, self._without_steps(position))
-        plan = RestorePlan(snapshot.state, position, outline(optimizer), keep)
-        return plan, dataclasses.replace(snapshot, optimizer=optimizer)
+        return self.plan_with_optimizer(path, snapshot, position, keep, self._without_steps(position))
 
     def _check_settings(
         self, path: Path, snapshot: Snapshot, allow: Sequence[str]

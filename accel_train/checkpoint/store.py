@@ -7,6 +7,7 @@ by the class of the run: manager.py for the trainer, a loop of one's own has its
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import threading
 import time
@@ -43,6 +44,7 @@ from accel_train.checkpoint.state_dict import (
     matching_state,
     named_tensors,
     optimizer_state,
+    outline,
     state_mismatch,
 )
 from accel_train.checkpoint.train_state import TrainState
@@ -262,12 +264,18 @@ class CheckpointStore(ABC):
         if of_step and update == self.loaded_update:
             raise state_mismatch(update, f"{type(error).__name__}: {reason_of(error, 200)}") from error
 
-    def matching_optimizer(
-        self, path: Path, snapshot: Snapshot, position: TrainState, keep: Sequence[str], stepless: Collection[str] = ()
-    ) -> dict[str, Any]:
-        """The part of the saved optimizer state that this run's optimizer takes. Raises UserError if they do not match.
+    def plan_with_optimizer(
+        self,
+        path: Path,
+        snapshot: Snapshot,
+        position: TrainState,
+        keep: Sequence[str] = (),
+        stepless: Collection[str] = (),
+    ) -> tuple[RestorePlan, Snapshot]:
+        """What `_match` returns, with the part of the saved optimizer state that this run's optimizer takes.
 
-        `stepless`: the names of parameters that have had no step and no state yet.
+        `keep`: see RestorePlan. `stepless`: the names of parameters that have had no step and no state yet. Raises
+        UserError if the state does not match.
         """
         trained = position.update > position.skipped_updates
         try:
@@ -286,7 +294,8 @@ class CheckpointStore(ABC):
                 f"{path / 'optimizer.pt'} has no state of {len(missing)} parameters, such as {missing[0]}: the "
                 "optimizer starts with a new state for them"
             )
-        return matching
+        plan = RestorePlan(snapshot.state, position, outline(matching), tuple(keep))
+        return plan, dataclasses.replace(snapshot, optimizer=matching)
 
     def _plan_restore(self, resume: str, allow: Sequence[str]) -> RestorePlan | None:
         """On the main process: what to restore, or None for a new run. Sets `_snapshot`."""

@@ -155,7 +155,8 @@ def test_a_run_of_the_trainer_and_one_of_a_loop_of_ones_own_do_not_mix(tmp_path:
     assert done.returncode == 0, done.stderr
     done = helpers.python(EXAMPLE, "--output-dir", tmp_path / "digits")
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and line.endswith("is a checkpoint of another program. Give another --output-dir.")
+    assert done.returncode == 2 and "program: None -> accel_train.parts" in line
+    assert line.endswith("Give the old ones, or another --output-dir.")
     trained(tmp_path / "own", "--epochs", 1)
     done = helpers.run("digits", "--epochs", 3, "--output-dir", tmp_path / "own")
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
