@@ -2,7 +2,7 @@
 
 directory.py makes a checkpoint complete or absent, and says what is in it; state_dict.py gathers that from and sends it
 to many processes; reading.py finds the checkpoint to resume from. What a run has to match to resume from it is decided
-by the class of the run: manager.py for the trainer, a loop of one's own has its own.
+by the class of the run: resume.py for the trainer, a loop of one's own has its own.
 """
 
 from __future__ import annotations
