@@ -11,9 +11,13 @@ from accel_train.cli import main
 
 
 @pytest.fixture(autouse=True)
-def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Give the test an empty working directory and a new Accelerate state."""
-    monkeypatch.chdir(tmp_path)
+def clean(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    """Give the test an empty working directory and a new Accelerate state.
+
+    The directory stays: that of a test that passed is removed, and the server of data workers, which a test leaves to
+    the next ones, would be in it. MKL ends a process in a removed directory.
+    """
+    monkeypatch.chdir(tmp_path_factory.mktemp("bad_input"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     yield

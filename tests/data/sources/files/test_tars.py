@@ -132,7 +132,7 @@ class TestTree:
         for label, kind in enumerate(("cat", "dog")):
             pack(tmp_path / "unpacked" / f"{kind}.tar", {f"{i}.png": image(10 * label + i) for i in range(3)})
         inner = {path.name: path.read_bytes() for path in (tmp_path / "unpacked").iterdir()}
-        with pytest.raises(UserError, match=r"its tar files contain no image \(found 2 \.tar\)"):
+        with pytest.raises(UserError, match=r"train\.tar has a tar file in it, .*: unpack train\.tar with tar -xf"):
             load(pack(tmp_path / "train.tar", inner))
         assert values(load(tmp_path / "unpacked").train) == [0, 1, 2, 10, 11, 12]
 
