@@ -82,9 +82,9 @@ POLICIES = (
 )  # fmt: skip
 """torchvision's policies, and none."""
 TIMM_POLICIES = ("rand", "augmix", "v0", "v0r", "original", "originalr", "3a")
+"""How timm's policies begin (augmix alone is torchvision's)."""
 TIMM_SETS = ("tweights", "t3a", "t3aw")
 """The sets of operations of a policy rand."""
-"""How timm's policies begin (augmix alone is torchvision's)."""
 
 
 def is_policy(text: str) -> bool:

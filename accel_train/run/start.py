@@ -28,6 +28,7 @@ from accel_train.config.compatibility import (
     not_allowed,
 )
 from accel_train.config.schema import Config, Origin, value
+from accel_train.data.order.samplers import create_draws
 from accel_train.data.sources.load import Splits, splits_of
 from accel_train.errors import UserError, counted
 from accel_train.files import sha256
@@ -225,19 +226,17 @@ def load_data(config: Config, accelerator: Accelerator, stopped: Callable[[], st
 
         return dataclasses.replace(splits, table=shard_table(config.data, splits.train).digest(splits.table))
 
-    if config.data.is_staged and parse_reference("data.name", config.data.name) is None:
+    # Only a user's Dataset may be loaded by all processes together; then they find its mistakes together.
+    is_users = parse_reference("data.name", config.data.name) is not None
+    if config.data.is_staged and not is_users:
         from accel_train.data.sources.staging import stage_on_all_nodes
 
         stage_on_all_nodes(config.data, accelerator, stopped)
-    splits = fail_together(accelerator, load)
+    splits = load() if is_users else fail_together(accelerator, load)
     check_schedule(config.schedule, splits)
     check_best_metric(config, splits)
-    drawn = {}
-    if config.data.sampler != "shuffle":
-        from accel_train.data.order.samplers import create_draws
-
-        draws = create_draws(config, splits.train.labels)
-        drawn = {"classes of the training samples": draws.digest()} if draws else {}
+    draws = create_draws(config, splits.train.labels)
+    drawn = {} if draws is None else {"classes of the training samples": draws.digest()}
     check_agreement(
         accelerator,
         configuration=learning_fingerprint(config),

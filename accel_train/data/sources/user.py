@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
@@ -315,7 +316,7 @@ def _rebuild(kind: type[Tensor], content: Any, dtype: torch.dtype, shape: tuple[
 
 def labels_of(dataset: Any, reference: Reference, split: str) -> Tensor:
     """The labels of all items, int64 [n], or bool [n, classes] if they are rows of 0 and 1: its `targets`, else read
-    item by item. Raises UserError."""
+    item by item. Collective. Raises UserError."""
     where = f"--{OPTION} {reference.short}: {split}"
     try:
         targets = known_labels(dataset)
@@ -335,15 +336,30 @@ def labels_of(dataset: Any, reference: Reference, split: str) -> Tensor:
 
 
 def _read_labels(dataset: Any, reference: Reference, split: str) -> Tensor:
-    """Read all items for their labels. Raises UserError."""
-    if is_first_process():
+    """Read all items for their labels. The processes share the work. Collective."""
+    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if rank == 0:
         what = f"reading the labels of {len(dataset)} {split} samples at each start"
         print_line(f"{what}: {reference.short} gives no `targets`", sys.stderr)
-    labels: list[Label] = []
-    with restored_generators():
-        for id in range(len(dataset)):
-            seed_generators(id)
-            labels.append(read_item(dataset, id, reference, f"{split} sample {id}")[1])
+    own: list[Label] | str
+    try:
+        with restored_generators():
+            own = []
+            for id in range(rank, len(dataset), processes):
+                seed_generators(id)
+                own.append(read_item(dataset, id, reference, f"{split} sample {id}")[1])
+    except UserError as error:
+        own = str(error)
+    everyone: list[list[Label] | str | None] = [own]
+    if processes > 1:
+        everyone = [None] * processes
+        dist.all_gather_object(everyone, own)
+    for found in everyone:
+        if isinstance(found, str):
+            raise UserError(found)
+    labels: list[Label] = [0] * len(dataset)
+    for number, found in enumerate(everyone):
+        labels[number::processes] = cast("list[Label]", found)
     if all(isinstance(label, int) for label in labels):
         return torch.tensor(labels, dtype=torch.int64)
     lengths = [len(label) if isinstance(label, list) else 0 for label in labels]
@@ -358,7 +374,7 @@ def _read_labels(dataset: Any, reference: Reference, split: str) -> Tensor:
 
 
 def user_data(data: Data, reference: Reference) -> Splits:
-    """The splits that the user's function returns. Raises UserError."""
+    """The splits that the user's function returns. Collective if labels have to be read. Raises UserError."""
     returned = call(OPTION, reference, load(OPTION, reference), {"root": data.root}, {})
     short = reference.short
     where, got = f"--{OPTION} {short}", "found" if reference.module == OBJECT else "returned"

@@ -89,7 +89,7 @@ def _look(path: Path, names: Mapping[str, str], progress: Progress) -> Index:
             f"table's {len(rows)} files are not there. Paths are relative to the table's folder, with their suffix.",
             LONGEST,
         )
-    classes, labels = _labels([row.label for row in rows])  # also of missing files: the others can be checked
+    classes, labels = _labels(path, [row.label for row in rows])  # also of missing files: the others can be checked
     splits = np.array([row.split for row in rows])
     if not (splits == "train").any():
         found = " and ".join(sorted(set(splits)))
@@ -232,7 +232,7 @@ def _mistake(values: Mapping[str, str]) -> str:
     return ""
 
 
-def _labels(cells: Sequence[str]) -> tuple[tuple[str, ...], Labels]:
+def _labels(path: Path, cells: Sequence[str]) -> tuple[tuple[str, ...], Labels]:
     """The classes, and the labels of all rows: int64 [n], or bool [n, classes] if any cell has a separator.
 
     Classes are sorted: by their numbers if all labels are whole numbers, else as text, as a folder's classes are.
@@ -243,7 +243,9 @@ def _labels(cells: Sequence[str]) -> tuple[tuple[str, ...], Labels]:
     spelled: dict[int, str] = {}
     for name in sorted(names):
         if re.fullmatch(r"[+-]?\d+", name) and (other := spelled.setdefault(int(name), name)) != name:
-            raise UserError(f"the labels '{other}' and '{name}' are one number: write it in one way in all rows.")
+            raise UserError(
+                f"{path}: the labels '{other}' and '{name}' are one number: write it in one way in all rows."
+            )
     classes = tuple(sorted(names, key=int) if all(map(NUMBER.fullmatch, names)) else sorted(names))
     number = {name: label for label, name in enumerate(classes)}
     if not any(SEPARATOR in cell for cell in cells):
