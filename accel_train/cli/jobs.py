@@ -19,11 +19,11 @@ from accel_train.config.options import CommandOptions, given_keys, parse_command
 from accel_train.errors import UserError, counted, first_of, how_to_get, one_line, print_line
 from accel_train.files import open_to_write
 from accel_train.launch.environment import allocated_hosts
-from accel_train.launch.process import CODE, ENDED, MARKER, NODES, RUN, WARNED, job_id, start_folder
+from accel_train.launch.process import CODE, ENDED, MARKER, NODES, RUN, job_id, start_folder
 from accel_train.tools.cluster.elements import Element, elements_of
 from accel_train.tools.cluster.scheduler import SCHEDULERS, Job, Pbs, Slurm
 from accel_train.tools.cluster.submission import jobs_to_queue, plan, queue, words_of_element
-from accel_train.untrusted import is_number, read_json_lines, read_json_object, read_regular_file
+from accel_train.untrusted import read_json_object, read_regular_file
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,6 @@ class _After:
             if code == 0:
                 shutil.rmtree(self.start.parent, ignore_errors=True)  # also of starts that were lost
             return f"end {code}"
-        self._warn_of_short_lead()
         given = os.environ.get("MAX_REQUEUES", "")
         stops, most = self._count_stops(update), int(given) if given.isdigit() else 3
         if stops > most:
@@ -257,18 +256,6 @@ class _After:
         said = reason.get("reason") if reason.get("state") == "failed" else None
         why = f": {one_line(said, 300).rstrip('.')}." if isinstance(said, str) else ". Look for the first error above."
         _say(f"failed with exit code {code}{why} {todo}")
-
-    def _warn_of_short_lead(self) -> None:
-        """Warn if the time between the warning and the job's end was short for a save."""
-        warned, run = self.start / WARNED, self.run
-        if run is None or not warned.exists() or self.job.ends is None:
-            return
-        lead = self.job.ends - warned.stat().st_mtime
-        lines = read_json_lines(run / "metrics.jsonl", "checkpoint")
-        save = max((line["seconds"] for line in lines if is_number(line.get("seconds"))), default=0)
-        if 2 * save > lead:
-            longer = self.scheduler.longer_warning(int(4 * save) + 1)
-            _say(f"warning: a save takes {save:.0f} s, the warning came {lead:.0f} s before the end: {longer}")
 
     def _again(self, words: Sequence[str] | None = None) -> str:
         """Return what a person types to continue the run, in this folder's shell, as a job like this one."""

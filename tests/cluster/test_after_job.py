@@ -18,7 +18,7 @@ from accel_train.records.directory import begin_start
 
 # The line is that of Slurm 22.05.
 SCONTROL = (
-    "JobId=7 JobName=my job UserId=a(1) Account=acct QOS=long Requeue={requeue} TimeLimit=00:30:00 EndTime={ends} "
+    "JobId=7 JobName=my job UserId=a(1) Account=acct QOS=long Requeue={requeue} TimeLimit=00:30:00 "
     "Partition=p ReqNodeList=(null) ExcNodeList=n[3-4] NumNodes=2 OverSubscribe=NO Features=ib Reservation=class "
     "Licenses=x:1 Command=/a folder/my.sbatch my recipe.yaml --epochs 3 WorkDir=/x TresPerNode=gres:gpu:a100:2"
 )
@@ -71,7 +71,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
             monkeypatch.delenv(name)
     variables = {
         "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "ACCEL_TRAIN_START": str(made.place), "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SHOWN": SCONTROL.format(requeue=1, ends="Unknown"),
+        "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SHOWN": SCONTROL.format(requeue=1),
     }  # fmt: skip
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -103,7 +103,7 @@ def test_what_ended_the_training_decides(start: Start, monkeypatch: pytest.Monke
     assert "on n2: are these nodes up" in start.after(1)[1]
     start.begin("n1", "n2")
     tell_job_script("REQUEUE", 10)
-    monkeypatch.setenv("SHOWN", SCONTROL.format(requeue=0, ends="Unknown"))
+    monkeypatch.setenv("SHOWN", SCONTROL.format(requeue=0))
     decision, said = start.after(0)
     assert decision == "end 1" and "may not be requeued. To continue: cd " in said
     (start.place / "ended").touch()
@@ -165,24 +165,6 @@ def test_the_line_of_slurm_can_be_pasted(start: Start, monkeypatch: pytest.Monke
     start.program("scontrol", "exit 1")
     words = shlex.split(start.after(1)[1].partition("To continue the run: ")[2])
     assert "slurm/train.sbatch" in words and "--nodes=2" in words
-
-
-def test_a_short_warning_is_measured(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sbatch --signal=… counts, not what the script says: from the warning to the end that Slurm had set."""
-
-    def said(warned: int) -> str:
-        start.begin("n1", "n2")
-        tell_job_script("REQUEUE", 10)
-        (start.run / "metrics.jsonl").write_text('{"kind": "checkpoint", "seconds": 8.2}\n')
-        (start.place / "warned").touch()
-        os.utime(start.place / "warned", (warned, warned))
-        return start.after(0)[1]
-
-    monkeypatch.setenv("TZ", "UTC")
-    monkeypatch.setenv("SHOWN", SCONTROL.format(requeue=1, ends="1970-01-02T00:00:00"))
-    short = said(86400 - 10)
-    assert "a save takes 8 s, the warning came 10 s before the end: sbatch --signal=B:USR1@33" in short
-    assert "a save takes" not in said(86400 - 60)
 
 
 @pytest.fixture

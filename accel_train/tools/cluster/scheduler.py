@@ -10,15 +10,12 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from accel_train.errors import UserError, print_line, reason_of
 
 ANSWER_SECONDS, LOOK_SECONDS = 60.0, 10.0
 """How long a scheduler may take to answer: one that is overloaded takes many seconds. The second is for a mere look."""
-PBS_TIMES = "ACCEL_TRAIN_JOB_TIMES"
-"""The variable in which pbs/train.pbs says when its job began and when it will end, in seconds since 1970."""
 WAITING = ("queued", "requeued", "running", "suspended")
 """The states of a job that has not ended."""
 
@@ -31,8 +28,6 @@ class Job:
     """Those of sbatch or qsub with which it was submitted, as far as they are known."""
     script: str
     may_requeue: bool = True
-    ends: float | None = None
-    """When the batch system will end it; seconds since 1970."""
     variables: tuple[str, ...] = ()
     """The names of the variables that the user has given to it (PBS)."""
 
@@ -91,19 +86,12 @@ class Slurm:
         options = [f"--{option}={value}" for option, value in asked.items() if value]
         options += ["--exclusive"] * (record.get("OverSubscribe") == "NO")
         script = known.get("Command", self.script).removesuffix("".join(f" {word}" for word in words))
-        ends = None
-        with suppress(ValueError, KeyError):
-            ends = datetime.fromisoformat(known["EndTime"]).timestamp()
-        return Job(options, script, record.get("Requeue", "1") != "0", ends)
+        return Job(options, script, record.get("Requeue", "1") != "0")
 
     def again(self, job: Job, words: Sequence[str], variables: Mapping[str, str]) -> str:
         """Return the line that a person types to train with these `words` in a job like this one."""
         given = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
         return given + shlex.join(["sbatch", *job.options, job.script, *words])
-
-    def longer_warning(self, seconds: int) -> str:
-        """Return what asks for a warning so long before the end."""
-        return f"sbatch --signal=B:USR1@{seconds}"
 
 
 def split_limit(options: Sequence[str], array: str) -> tuple[str, list[str]]:
@@ -197,10 +185,9 @@ class Pbs:
         options += ["-W", f"group_list={record['group_list']}"] if "group_list" in record else []
         names = re.findall(r"(?:^|(?<!\\),)([A-Za-z_]\w*)=", record.get("Variable_List", ""))
         script = (record.get("Submit_arguments", "").split() or [""])[-1]
-        _, _, end = env.get(PBS_TIMES, "").partition(" ")
         given = tuple(name for name in names if not name.startswith("PBS_"))
         there = script if script and Path(script).is_file() else self.script
-        return Job(options, there, True, float(end) if end else None, given)
+        return Job(options, there, variables=given)
 
     def again(self, job: Job, words: Sequence[str], variables: Mapping[str, str]) -> str:
         """As `Slurm.again`. qsub -v turns quotes into backslashes."""
@@ -208,10 +195,6 @@ class Pbs:
         passed = "-V" if re.search(r"""["'\\,]""", "".join(given.values())) else f"-v {','.join(given)}"
         assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
         return f"{assigned} qsub {passed} {shlex.join([*job.options, job.script])}"
-
-    def longer_warning(self, seconds: int) -> str:
-        """As `Slurm.longer_warning`."""
-        return f"LEAD_SECONDS={seconds}"
 
 
 OF_QSTAT = {"-A": "Account_Name", "-P": "project", "-N": "Job_Name", "-m": "Mail_Points", "-M": "Mail_Users"}

@@ -16,7 +16,7 @@ from accel_train.launch.environment import in_job
 from accel_train.launch.process import launcher_command, parent_process
 from accel_train.records.directory import environment
 from accel_train.run.start import find_finished_run
-from accel_train.tools.cluster.scheduler import PBS_TIMES, ask
+from accel_train.tools.cluster.scheduler import ask
 from accel_train.tools.doctor import check
 from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Finding, judged, on_each_rank, on_main
 
@@ -31,7 +31,7 @@ REQUEUES, SAVES = ("USR1", "10"), ("TERM", "15", "INT", "2", "HUP", "1", "XCPU",
 """The signal after which the training saves and its job goes on, and those after which it saves."""
 JOB_SCRIPT = "ACCEL_TRAIN_START"
 """Set by the job scripts, which pass on a signal that only they get (--signal=B:USR1@120)."""
-PBS_LEAD = "ACCEL_TRAIN_LEAD_SECONDS"
+PBS_TIMES, PBS_LEAD = "ACCEL_TRAIN_JOB_TIMES", "ACCEL_TRAIN_LEAD_SECONDS"
 """Set by pbs/train.pbs: when its job began and ends, "1767323045 1767337445", and how long before the end it saves."""
 DEFAULT_LEAD = 120  # seconds
 EARLY = "USR1, at least twice as long before the time limit as a save takes"
