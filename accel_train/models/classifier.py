@@ -11,8 +11,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from accel_train.config.schema import Model
 from accel_train.errors import UserError, nearest
@@ -42,23 +41,18 @@ def required_classifier(model: nn.Module, option: str) -> tuple[str, ...]:
     )
 
 
-def find_classifier(model: nn.Module, classes: int, channels: int, image_size: int) -> None:
+def find_classifier(model: nn.Module, classes: int) -> None:
     """Find the classifier of a model without get_classifier(), and note it in the model for `classifier_names`.
 
-    It is the last called module that holds parameters itself, gives [batch, classes] or [batch, classes, h, w], and is
-    followed by nothing that mixes classes: only by pooling, flattening, activations, or a scale of the logits, whose
-    own modules then belong to it. `model`: before weights are loaded, which may give each class another scale.
+    It is the last registered module that holds parameters itself, if that is a linear layer or a convolution with an
+    output for each of the `classes`.
     """
     if _own_answer(model):
         return
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            setattr(model, NAMES, _last_layers(model, classes, channels, image_size))
-    finally:
-        for module in training:
-            module.training = True
+    layers = [(name, module) for name, module in model.named_modules() if [*module.parameters(recurse=False)]]
+    name, last = layers[-1] if layers else ("", None)
+    is_known = isinstance(last, (nn.Linear, nn.Conv2d)) and len(last.weight) == classes
+    setattr(model, NAMES, (name,) if name and is_known else ())
 
 
 def _own_answer(model: nn.Module) -> tuple[str, ...]:
@@ -69,55 +63,6 @@ def _own_answer(model: nn.Module) -> tuple[str, ...]:
     chosen = answer if isinstance(answer, (tuple, list)) else [answer]
     names = {module: name for name, module in model.named_modules() if name}
     return tuple(names[each] for each in chosen if each in names and any(True for _ in each.parameters()))
-
-
-def _last_layers(model: nn.Module, classes: int, channels: int, image_size: int) -> tuple[str, ...]:
-    images = torch.randn(2, channels, image_size, image_size, generator=torch.Generator().manual_seed(0), device="cpu")
-    images = images.to(next((parameter.device for parameter in model.parameters()), images.device))
-    called: dict[nn.Module, Any] = {}  # in the order of the last calls, with the shape of the output
-
-    def enter(module: nn.Module, _: Any) -> None:
-        called.pop(module, None)
-        called[module] = None
-
-    def leave(module: nn.Module, _: Any, output: Any) -> None:
-        called[module] = output.shape if isinstance(output, Tensor) else None
-
-    layers = {
-        module: name
-        for name, module in model.named_modules()
-        if name and 0 < len([*module.parameters(recurse=False)]) == len([*module.parameters()])
-    }
-    hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
-    hooks += [layer.register_forward_hook(leave) for layer in layers]
-    try:
-        model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    names: list[str] = []
-    for layer, shape in reversed(called.items()):
-        if shape is None or shape[:2] != (2, classes) or len(shape) not in (2, 4):
-            break
-        if not _is_followed_by_nothing(model, layer, images, shape):
-            break
-        names.insert(0, layers[layer])
-    return tuple(names)
-
-
-def _is_followed_by_nothing(model: nn.Module, layer: nn.Module, images: Tensor, shape: torch.Size) -> bool:
-    """Whether the logits follow from the output of `layer` alone, each class's from its own part: with the output of
-    the second image put in place that is the first one's, with the classes in another order, so are the logits."""
-    if images.is_meta:  # there are no values to compare: the model was made to count what it has
-        return True
-    one = torch.rand(shape[1:], generator=torch.Generator().manual_seed(1))
-    both = torch.stack([one, one.roll(1, 0)])
-    hook = layer.register_forward_hook(lambda _, inputs, output: both.to(output))
-    try:
-        logits = model(images)
-    finally:
-        hook.remove()
-    return torch.allclose(logits[0].roll(1, 0), logits[1], atol=1e-6) and not torch.allclose(logits[0], logits[1])
 
 
 def freeze(model: nn.Module, settings: Model) -> None:

@@ -110,8 +110,7 @@ def create_model(
         elif model.name.startswith(TORCHVISION):
             made = create_torchvision(model, num_classes, channels, image_size, more_arguments(model))
             if model.pretrained and pretrained:
-                check_forward(made, model.name, channels, image_size)
-                find_classifier(made, num_classes, channels, image_size)
+                find_classifier(made, num_classes)
                 state = published_weights(model.name).get_state_dict(progress=False, check_hash=True)
                 load_state(made, state, Weights(Path(), model.name, None), [""] * num_classes, channels)
         else:
@@ -132,7 +131,7 @@ def create_model(
             f"{_download_command(model.name)}"
         ) from error
     check_forward(made, model.name, channels, image_size)
-    find_classifier(made, num_classes, channels, image_size)
+    find_classifier(made, num_classes)
     return _with_settings(made, model, channels)
 
 
@@ -197,8 +196,7 @@ def _create_users(model: Model, reference: Reference, num_classes: int, channels
             f"{where}: computed {found} from an image {[1, channels, image_size, image_size]}; expected logits of the "
             f"{num_classes} classes, [1, {num_classes}]."
         )
-    with showing_user_lines("model.name", reference):
-        find_classifier(made, num_classes, channels, image_size)
+    find_classifier(made, num_classes)
     return _with_settings(made.train(), model, channels)
 
 

@@ -85,7 +85,7 @@ def picky(groups):
 def made(tmp_path: Path, name: str, **settings: object) -> tuple[nn.Module, torch.optim.Optimizer]:
     (tmp_path / "mine.py").write_text(OWN)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
-    find_classifier(model, 2, 1, 3)
+    find_classifier(model, 2)
     optim = Optim(name=f"{tmp_path}/mine.py:{name}", **{"lr": 0.1, "weight_decay": 0.1, **settings})  # type: ignore[arg-type]
     accelerator = Accelerator()
     model, prepared = accelerator.prepare(model, create_optimizer(optim, model))

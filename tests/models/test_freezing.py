@@ -43,7 +43,7 @@ def test_a_frozen_body_stays_as_it_is(name: str) -> None:
 
 def test_nothing_to_train_is_an_error() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 1).requires_grad_(False), nn.Flatten())
-    find_classifier(model, 2, 1, 1)
+    find_classifier(model, 2)
     with pytest.raises(UserError, match="nothing to train"):
         freeze(model, Model(freeze_body=True))
 

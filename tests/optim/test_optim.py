@@ -28,7 +28,7 @@ def small_net() -> nn.Sequential:
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)
     )
-    find_classifier(model, 3, 1, 8)
+    find_classifier(model, 3)
     return model
 
 

@@ -73,7 +73,7 @@ def test_norms_of_timms_own_kinds_are_norms() -> None:
 
 def test_decays_and_rates_of_their_own_are_in_one_run() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
-    find_classifier(model, 2, 1, 3)
+    find_classifier(model, 2)
     model[0].weight.requires_grad_(False)
     optim = Optim(lr=0.1, head_lr=0.5, weight_decay=0.1, norm_weight_decay=0.2)
     optimizer = create_optimizer(optim, model)
@@ -85,7 +85,7 @@ def test_decays_and_rates_of_their_own_are_in_one_run() -> None:
 
 def test_the_order_of_groups_is_that_of_checkpoints() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
-    find_classifier(model, 2, 1, 3)
+    find_classifier(model, 2)
     plain = groups_of(model, create_optimizer(Optim(weight_decay=0.1), model))
     assert plain == groups_of(model, create_optimizer_v2(model, opt="sgd", lr=0.1, weight_decay=0.1))
     assert plain == [["0.bias", "1.weight", "1.bias", "3.bias"], ["0.weight", "3.weight"]]
