@@ -3,19 +3,18 @@
 `accel-train init` copies them from there. Everything else about the package is in pyproject.toml.
 """
 
-import sys
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-sys.path.insert(0, str(Path(__file__).parent))  # a build does not put it there
-from accel_train.starter import FOLDERS, starter_files
+TOP = Path(__file__).resolve().parent
 
 
-def files_of_repository() -> dict[str, Path]:
-    """Return those of the starter's files that are not in the package."""
-    return {name: path for name, path in starter_files().items() if name.startswith(FOLDERS)}
+def starter_files() -> list[Path]:
+    """Return the starter's files that are not in the package."""
+    folders = (TOP / name for name in ("accelerate_configs", "slurm", "pbs"))
+    return [path for folder in folders for path in folder.iterdir() if path.suffix in (".yaml", ".sbatch", ".pbs")]
 
 
 class BuildWithStarter(build_py):
@@ -24,15 +23,13 @@ class BuildWithStarter(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            for name, path in files_of_repository().items():
-                target = Path(self.build_lib, "accel_train", "starter", name)
+            for path in starter_files():
+                target = Path(self.build_lib, "accel_train", "starter", path.relative_to(TOP))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self.copy_file(str(path), str(target), preserve_mode=False)
 
     def get_source_files(self) -> list[str]:
-        top = Path(__file__).resolve().parent
-        ours = [str(path.resolve().relative_to(top)) for path in files_of_repository().values()]
-        return [*super().get_source_files(), *ours]
+        return [*super().get_source_files(), *(str(path.relative_to(TOP)) for path in starter_files())]
 
 
 setup(cmdclass={"build_py": BuildWithStarter})

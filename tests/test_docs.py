@@ -24,14 +24,13 @@ from PIL import Image
 from reference import BUILT
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from accel_train.cli.commands import COMMANDS, command_class
+from accel_train.cli.dispatch import COMMANDS, command_class
 from accel_train.cli.jobs import Submit, divide
-from accel_train.cli.recipes import Bench, FindLr, Preview
+from accel_train.cli.recipes import FOLDERS, Bench, FindLr, Preview
 from accel_train.cli.train import Doctor
 from accel_train.config.options import parse, parse_command, parse_command_of_recipe
 from accel_train.config.schema import option_types
 from accel_train.data.transforms.image import check_own
-from accel_train.starter import FOLDERS
 from accel_train.tools.cluster.elements import elements_of
 
 ROOT = helpers.ROOT

@@ -21,7 +21,6 @@ from accel_train.data.sources.root import check_root
 from accel_train.errors import LOGGER, UserError, counted, print_line, raise_mistakes, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.environment import prepare_environment
-from accel_train.starter import GITIGNORE, RECIPE, starter_files
 from accel_train.untrusted import read_regular_file
 
 
@@ -216,13 +215,27 @@ class Init(CommandOptions):
     """The folder; it is created if it does not exist."""
 
 
+STARTER = Path(__file__).parents[1] / "starter"
+"""Has the recipe and, in a wheel, the folders (setup.py). In a checkout these are at the top of the repository."""
+FOLDERS = ("accelerate_configs", "slurm", "pbs")
+
+
+def starter_files() -> dict[str, Path]:
+    """Return the files that `init` writes: path in the user's folder -> the file to copy."""
+    top = STARTER if (STARTER / FOLDERS[0]).is_dir() else STARTER.parents[1]
+    kinds = (".yaml", ".sbatch", ".pbs")
+    sources = [path for folder in FOLDERS for path in sorted((top / folder).iterdir()) if path.suffix in kinds]
+    files = {path.relative_to(top).as_posix(): path for path in sources}
+    return files | {"recipe.yaml": STARTER / "recipe.yaml", ".gitignore": STARTER / "gitignore"}
+
+
 def init(arguments: Sequence[str]) -> int:
     """Run `accel-train init`; return the exit code."""
     options, _ = parse_command(Init, arguments)
     folder = options.dir.expanduser()
     files = starter_files()
-    if os.path.lexists(folder / GITIGNORE):
-        del files[GITIGNORE]
+    if os.path.lexists(folder / ".gitignore"):
+        del files[".gitignore"]
     contents = {folder / name: read_regular_file(path, follow=True) for name, path in files.items()}
     if different := [str(path) for path, content in contents.items() if _differs(path, content)]:
         raise UserError(
@@ -230,26 +243,19 @@ def init(arguments: Sequence[str]) -> int:
             f"{', '.join(different)}. Move them away, or name another folder."
         )
     new = [path for path in contents if not path.exists()]
-    try:
+    with writing("DIR", folder, "another folder"):
         for path in new:
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, contents[path])
-    except OSError as error:
-        raise UserError(
-            f"accel-train init: cannot write into {folder} ({error.strerror}: {error.filename}). No file is "
-            "incomplete, and the same command writes those that are missing."
-        ) from error
     environment = _link_environment(folder)
     print_line(f"{folder}: wrote {counted(len(new), 'file')}; {len(contents) - len(new)} were there already")
     print_line("  accelerate_configs/   where to train: devices, processes, precision")
-    print_line(
-        "  slurm/  pbs/          job scripts; edit the first lines and the block ENVIRONMENT of the one that you use"
-    )
-    print_line(f"  {RECIPE}           what to learn, with an explanation of each option")
+    print_line("  slurm/  pbs/          job scripts; edit the first lines and the block ENVIRONMENT of yours")
+    print_line("  recipe.yaml           what to learn, with an explanation of each option")
     if environment:
         print_line(f"  .venv                 a link to {environment}, which the job scripts activate")
     there = "" if folder == Path() else f" cd {shlex.quote(str(folder))} &&"
-    print_line(f"Next:{there} accel-train train {RECIPE}")
+    print_line(f"Next:{there} accel-train train recipe.yaml")
     return 0
 
 

@@ -12,7 +12,7 @@ import pytest
 import wheel_environment
 from test_docs import write_snippets
 
-from accel_train.starter import starter_files
+from accel_train.cli.recipes import starter_files
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_the_wheel_has_the_files_of_the_checkout_but_not_of_the_site(installed: 
     with zipfile.ZipFile(archive) as opened:
         prefix = "accel_train/starter/"
         names = {name.removeprefix(prefix) for name in opened.namelist() if name.startswith(prefix)}
-    assert names == {name.removeprefix(".") for name in starter_files()} | {"__init__.py"}
+    assert names == {name.removeprefix(".") for name in starter_files()}
 
 
 @pytest.mark.slow
