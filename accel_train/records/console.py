@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from accel_train.errors import LOGGER, columns
+from accel_train.errors import LOGGER
 from accel_train.records.events import (
     Ended,
     Evaluated,
@@ -76,18 +74,18 @@ class Console:
 
         `epoch` counts from 1.
         """
-        shown = {
+        position = f"{self.epoch_text(epoch)}  update {format_progress(update, self.pace.total_updates)}"
+        shown = line_of(self.training_metrics(values))
+        LOGGER.info(f"{position}  {shown}  eta {clock(self.pace.eta_seconds)}")
+
+    def training_metrics(self, values: Mapping[str, float]) -> dict[str, str]:
+        """Return what is shown of the training's metrics, by name."""
+        return {
             **headlines(values, self.metrics),
             "images/s": f"{values['images_per_second']:.0f}",
             "lr": f"{values['lr']:.4g}",
             "data wait": f"{values['data_wait_fraction']:.0%}",
         }
-        self.show_metrics(update, epoch, shown)
-
-    def show_metrics(self, update: int, epoch: int, shown: dict[str, str]) -> None:
-        """Show the training's metrics, by name, in words."""
-        position = f"{self.epoch_text(epoch)}  update {format_progress(update, self.pace.total_updates)}"
-        LOGGER.info(f"{position}  {line_of(shown)}  eta {clock(self.pace.eta_seconds)}")
 
     def show_evaluation(self, split: str, epoch: int, values: Mapping[str, float], seconds: float) -> None:
         """Show the metrics of an evaluation at the end of `epoch`, which counts from 1."""
@@ -96,10 +94,6 @@ class Console:
             name: f"{value:>{7 if value.endswith('%') else 6}}"
             for name, value in headlines(values, self.metrics).items()
         }
-        self.show_split(split, epoch, shown, seconds)
-
-    def show_split(self, split: str, epoch: int, shown: dict[str, str], seconds: float) -> None:
-        """Show an evaluation's metrics, by name, in words."""
         self.say(f"{self.epoch_text(epoch)}  {split:<5}  {line_of(shown)}  ({seconds:.1f} s)")
 
     def say(self, *lines: str) -> None:
@@ -118,35 +112,17 @@ class Console:
         to be copied.
         """
         names = max(map(len, [*shown, *commands]), default=0)
-        self.say(title, *(f"  {name:<{names}}  {value}" for name, value in shown.items()))
-        for name, command in commands.items():
-            self.say(*command_lines(f"  {name:<{names}}  ", command, columns(sys.stdout)))
+        lines = (*shown.items(), *commands.items())
+        self.say(title, *(f"  {name:<{names}}  {value}" for name, value in lines))
 
     def epoch_text(self, epoch: int) -> str:
         """Return "epoch  9/30"."""
         return f"epoch {format_progress(epoch, math.ceil(self.epochs))}"
 
 
-def command_lines(label: str, command: str, width: int | None) -> list[str]:
-    """Return the lines that show a command after a label.
-
-    Where they are longer than `width`, the command begins on a line of its own and goes on after a backslash, so that
-    it can be copied into a shell.
-    """
-    if width is None or len(label) + len(command) <= width:
-        return [label + command]
-    lines, line = [label.rstrip()], " "
-    for word in re.findall(r"(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+", command):
-        if line.strip() and len(line) + 1 + len(word) + 2 > width:
-            lines.append(f"{line} \\")
-            line = "   "
-        line += f" {word}"
-    return [*lines, line]
-
-
-def line_of(shown: Mapping[str, str], between: str = "  ") -> str:
+def line_of(shown: Mapping[str, str]) -> str:
     """Return "loss 0.5000  accuracy 25.00%"."""
-    return between.join(f"{name} {value}" for name, value in shown.items())
+    return "  ".join(f"{name} {value}" for name, value in shown.items())
 
 
 def format_progress(number: int, total: int) -> str:
