@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from accel_train.errors import UserError
 from accel_train.keyed import GOLDEN, hashed, key, scramble, signed
 from accel_train.launch.compat import backward_pass
 from accel_train.models.wrapping import library_layer
@@ -71,7 +72,6 @@ class DropoutKeys:
         # then compiled code has to count, which torch.compile cannot do inside gradient checkpointing.
         self._calls = [0] * len(self._words)
         self._repeated = [False] * len(self.layers) + [True]
-        self._recomputation, self._recomputed = -1, [0] * len(self._words)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DropoutKeys:
         """A copy of a layer has the same keys: it must not copy what belongs to all layers."""
@@ -125,20 +125,19 @@ class DropoutKeys:
     def _number_of_call(self, row: int) -> int:
         """How often layer `row` was called before in this forward pass.
 
-        Gradient checkpointing calls a layer again in the backward pass, on a GPU in another thread. Those calls are
-        counted from 0, so they agree if all calls of the layer are in one checkpointed segment.
+        Gradient checkpointing calls a layer again in the backward pass, in another order. Raises UserError for a layer
+        that has several calls: nobody knows which one is repeated.
         """
         if torch.compiler.is_compiling():
             if not self._repeated[row]:
                 return 0
-        else:
-            backward = backward_pass()
-            if backward is not None:
-                if backward != self._recomputation:
-                    self._recomputation, self._recomputed = backward, [0] * len(self._calls)
-                number = self._recomputed[row] % max(1, self._calls[row])
-                self._recomputed[row] += 1
-                return number
+        elif backward_pass() is not None:
+            if self._calls[row] > 1:
+                raise UserError(
+                    f"model: the dropout layer {self.layers[row]} is called several times, and gradient checkpointing "
+                    "computes it again. Use a layer for each call."
+                )
+            return 0
         number = self._calls[row]
         self._calls[row] += 1
         if number and not self._repeated[row]:

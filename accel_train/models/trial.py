@@ -32,7 +32,7 @@ from accel_train.launch.accelerator import without_tf32
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.compat import TorchDispatchMode, backward_pass
 from accel_train.models.batchnorm import VirtualBatches
-from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
+from accel_train.models.dropout import KeyedFunctions, convert_dropout
 from accel_train.models.verdict import Verdict, read_verdict, refuse_sync_batchnorm
 
 GENERATORS = ("cuda", "xpu", "mps")  # devices with a random generator of their own
@@ -175,8 +175,6 @@ class _Pass:
     """Whether a value of a tensor, or a shape that follows from values, may have decided in Python what is computed."""
     rows: list[list[int]] = field(default_factory=list)
     """Of each BatchNorm: how many rows of values each of its calls had."""
-    unlike: str = ""
-    """A layer that gradient checkpointing called again with another mask."""
     leaves_out: bool = False
     """Whether a parameter got no gradient."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -201,7 +199,7 @@ class _Copy:
         self.keys.set_samples(torch.arange(first, first + len(images)), 0, images.device)
         self.batches.begin(torch.ones(len(images), device=images.device), padded=False)
         seen = _Pass(len(images))
-        with _watched(self.model, seen, self.names, self.keys, self.batch_norms, images.device):
+        with _watched(self.model, seen, self.names, self.batch_norms, images.device):
             with self.around:
                 output = self.model(images)
             seen.losses = _losses(output, len(images))
@@ -271,8 +269,6 @@ class _Ways:
 
     def difference(self) -> str:
         """What is different, and in which module; "" if nothing is."""
-        if unlike := next((each.unlike for each in (self.both, self.first, self.second) if each.unlike), ""):
-            return f"{unlike} is computed again by gradient checkpointing, with another dropout mask"
         if self.draws:
             places = [f"{operator} in {place}" for place, operator in self.draws.items()]
             return f"draws random numbers for all samples together: {first_of(places)}"
@@ -360,33 +356,20 @@ def _watched(
     model: nn.Module,
     seen: _Pass,
     names: Mapping[nn.Module, str],
-    keys: DropoutKeys,
     batch_norms: Sequence[nn.Module],
     device: torch.device,
 ) -> Iterator[None]:
     """Inside, write to `seen` what a forward pass and its backward pass do."""
     places, others = ["the model"], other_states()
     rows: dict[nn.Module, list[int]] = {module: [] for module in batch_norms}
-    masked: dict[nn.Module, list[list[Tensor]]] = {}
-    repeated: list[tuple[nn.Module, list[Tensor]]] = []
 
     def enter(module: nn.Module, _: Any) -> None:
         places.append(names.get(module, "the model"))
 
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave(module: nn.Module, _: Any, output: Any) -> None:
         if len(places) > 1:
             places.pop()
-        recomputed = backward_pass() is not None
-        if getattr(module, "keys", None) is keys:
-            tensors = (*float_tensors(inputs), *float_tensors(output))
-            sums = [values.detach().abs().sum() for values in tensors]
-            if recomputed:
-                repeated.append((module, sums))
-            else:
-                masked.setdefault(module, []).append(sums)
-        if recomputed:
-            return
-        if module in rows:
+        if module in rows and backward_pass() is None:
             rows[module].append(len(output))
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -409,9 +392,6 @@ def _watched(
     finally:
         for hook in hooks:
             hook.remove()
-    for module, sums in repeated:
-        if not any(all(map(torch.isclose, sums, first)) for first in masked.get(module, [])):
-            seen.unlike = names.get(module, "the model")
     for library, before, after in zip(("random", "numpy.random"), others, other_states(), strict=True):
         if before != after:
             seen.draws.setdefault("the model", library)
@@ -445,7 +425,7 @@ def _evaluate(model: nn.Module, images: Tensor, count: int, batch_norms: Sequenc
     for part in (slice(None), slice(count), slice(count, None)):
         seed_generators(0)
         seen = _Pass(len(images[part]))
-        with _watched(model, seen, names, _NO_KEYS, [], images.device), torch.no_grad():
+        with _watched(model, seen, names, [], images.device), torch.no_grad():
             losses.append(_losses(model(images[part]), seen.samples))
         draws |= seen.draws
     why = "So the results of an evaluation depend on the number of processes. Choose another model or normalisation."
@@ -459,9 +439,6 @@ def _evaluate(model: nn.Module, images: Tensor, count: int, batch_norms: Sequenc
     if not bool(same.all() | ~(losses[0] + parts).isfinite().all()):
         found.append(f"model: in evaluation the output for a sample depends on the others of its batch. {why}")
     return tuple(found)
-
-
-_NO_KEYS = DropoutKeys(0, [])
 
 
 def _is_of_samples(passes: Sequence[_Pass], number: int) -> bool:

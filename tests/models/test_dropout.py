@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from accel_train.errors import UserError
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
 
 IDS = 7 * torch.arange(12) + 3
@@ -248,20 +249,20 @@ class TestConversion:
 
 
 class Segments(nn.Module):
-    """Layers in checkpointed segments, with dropout layers that a segment calls once, or twice."""
+    """Layers in checkpointed segments, with a dropout layer for each; or with one that they share."""
 
-    def __init__(self, reentrant: bool | None) -> None:
+    def __init__(self, reentrant: bool | None, shared: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linears = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.drops = nn.ModuleList(nn.Dropout(0.4) for _ in range(3))
+        self.drops = nn.ModuleList([nn.Dropout(0.4)] * 3 if shared else [nn.Dropout(0.4) for _ in range(3)])
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        for number, (linear, drop) in enumerate(zip(self.linears, self.drops, strict=True)):
+        for linear, drop in zip(self.linears, self.drops, strict=True):
 
-            def segment(x: Tensor, linear: nn.Module = linear, drop: nn.Module = drop, n: int = number) -> Tensor:
-                return drop(torch.relu(linear(drop(x)))) if n else drop(linear(x))
+            def segment(x: Tensor, linear: nn.Module = linear, drop: nn.Module = drop) -> Tensor:
+                return drop(torch.relu(linear(x)))
 
             x = segment(x) if self.reentrant is None else checkpoint(segment, x, use_reentrant=self.reentrant)
         return x
@@ -281,6 +282,14 @@ class TestRecomputation:
             found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
         for one, other in zip(*found, strict=True):
             assert one is not None and torch.equal(one, other)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_a_layer_with_several_calls_is_refused(self, reentrant: bool) -> None:
+        model = Segments(reentrant, shared=True).train()
+        convert_dropout(model, 0).set_samples(IDS, 0)
+        loss = model(values((16,)).requires_grad_()).sum()
+        with pytest.raises(UserError, match=r"the dropout layer drops\.0 is called several times"):
+            loss.backward()
 
     def test_in_another_thread(self) -> None:
         gradients = []

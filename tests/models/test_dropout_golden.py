@@ -20,7 +20,6 @@ import torch.nn.functional as F
 import torchvision
 from test_dropout import SelfAttention
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from accel_train import training_setup
 from accel_train.cli import main
@@ -71,13 +70,6 @@ class Twice(nn.Module):
         return self.drop(self.other(self.drop(x)))
 
 
-class Recomputed(Twice):
-    """The same in a segment that the backward pass computes again."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
 class Windows(nn.Module):
     """Divides each sample into three windows."""
 
@@ -110,7 +102,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "stochastic depth": (lambda: nn.Sequential(torchvision.ops.StochasticDepth(0.4, "row"), nn.Dropout(0.2)), (6,)),
     "attention": (SelfAttention, (5, 16)),
     "twice": (Twice, (3, 7)),
-    "recomputed": (Recomputed, (3, 7)),
     "windows": (Windows, (3, 5, 7)),
     "functions": (Functions, (4, 6, 5)),
 }  # fmt: skip
@@ -123,7 +114,6 @@ MASKS = {
     "stochastic depth": "9dade058bc03ff6f",
     "attention": "1da2509df3839a91",
     "twice": "dae35e5379f17c6c",
-    "recomputed": "aae950263ecf36d3",
     "windows": "13065f58fed9b3b2",
     "functions": "aafabd1549790761",
 }

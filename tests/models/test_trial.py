@@ -211,7 +211,7 @@ class TestTogether:
     @pytest.mark.parametrize("shared", [False, True])
     def test_parts_that_are_computed_again(self, shared: bool) -> None:
         together = tried(Recomputed(5, 3, shared)).together
-        assert together and (not shared or "drop (Dropout) is computed again" in together)
+        assert together and (not shared or "the dropout layer drop is called several times" in together)
 
     def test_experts_with_a_capacity_are_always_found_and_others_never(self) -> None:
         for seed in range(20):
