@@ -18,8 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_train.checkpoint.directory import Snapshot
-from accel_train.checkpoint.reading import check_same_model
-from accel_train.checkpoint.state_dict import named_tensors
+from accel_train.checkpoint.state_dict import check_same_model, named_tensors
 from accel_train.checkpoint.store import CheckpointStore, RestorePlan
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.data.order.plan import Plan, accumulation_steps
@@ -105,7 +104,7 @@ def open_run(
     lease = claim_run(accelerator, Claim(directory, lambda: requests.reason, how=f"remove {directory}/owner.json"))
     with ExitStack() as around:
         around.callback(lease.release)
-        run = Checkpoints(directory / "checkpoints", accelerator, model, optimizer, lease=lease)
+        run = Checkpoints(directory / "checkpoints", accelerator, model, optimizer, lease)
         run.description = {"configuration": json.loads(decisive)}
         around.callback(run.wait)  # before the ownership is released
         check_shared_directory(accelerator, directory)

@@ -17,11 +17,12 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from accel_train.checkpoint.resume import Checkpoints
 from accel_train.checkpoint.state_dict import gather_to_main, named_tensors, optimizer_state
+from accel_train.checkpoint.store import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Checkpoint, Config
 from accel_train.errors import UserError
+from accel_train.ownership.lease import Lease
 
 
 def same(one: object, other: object) -> bool:
@@ -68,7 +69,9 @@ def build(accelerator: Accelerator, folder: str, seed: int, *, fsdp: bool, **set
     if fsdp:
         assert any(hasattr(parameter, "placements") for parameter in model.parameters())
     config = Config(epochs=2, checkpoint=Checkpoint(**settings))
-    checkpoints = Checkpoints(Path(folder), config, accelerator, model, optimizer, samples=64, ema=ema and ema.module)
+    lease = Lease(Path(folder).parent, None)
+    checkpoints = Checkpoints(config, accelerator, model, optimizer, lease, samples=64, ema=ema and ema.module)
+    checkpoints.folder = Path(folder)
     return model, optimizer, ema, checkpoints
 
 

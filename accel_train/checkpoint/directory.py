@@ -19,6 +19,7 @@ complete directory or a hidden one that nobody reads. Deletion is the same backw
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import pickle
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -41,21 +42,25 @@ from torch import Tensor
 from accel_train.config.compatibility import check_format
 from accel_train.errors import UserError
 from accel_train.files import fsync, open_to_write, set_default_permissions, sha256
+from accel_train.ownership.owner import is_late
 from accel_train.untrusted import (
     LARGEST,
     NotRegularFileError,
     is_count,
     is_file_name,
     is_number,
+    json_object,
     open_to_read,
     parse_json,
     read_regular_file,
     require_regular_file,
 )
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+ATTEMPTS = 100  # to read what a run may delete meanwhile
 FILES = ("state.json", "optimizer.pt", "model.safetensors", "ema.safetensors")
 
 
@@ -253,12 +258,12 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
 
 
 def read_checkpoint(path: Path) -> Snapshot:
-    """Verify and read a checkpoint, without running any code that may be in it.
+    """Read a checkpoint that `verify_checkpoint` has verified, without running any code that may be in it.
 
-    Raises BrokenError if a file is not as it was written. Raises UserError if all files are as they were written, but
-    cannot be understood: a disk error cannot cause that, and ignoring the checkpoint silently could lose work.
+    Raises OSError, as when the run that owns the checkpoint is deleting it. Raises UserError if all files are as they
+    were written, but cannot be understood: a disk error cannot cause that, and ignoring the checkpoint silently could
+    lose work.
     """
-    names = verify_checkpoint(path)
     file = path / "state.json"
     try:
         state = parse_json(read_regular_file(file))
@@ -269,9 +274,7 @@ def read_checkpoint(path: Path) -> Snapshot:
         file = path / "model.safetensors"
         model = load_file(file)
         file = path / "ema.safetensors"
-        ema = load_file(file) if file.name in names else None
-    except FileNotFoundError:  # the run that owns the checkpoint is deleting it
-        raise BrokenError(f"{file} is missing") from None
+        ema = load_file(file) if file.exists() else None
     except (
         ValueError, LookupError, TypeError, RuntimeError, EOFError, MemoryError, AttributeError, NotImplementedError,
         OverflowError, pickle.UnpicklingError, zipfile.BadZipFile, SafetensorError,
@@ -360,3 +363,105 @@ def epochs_done(checkpoint: Path) -> int | None:
         return None if train["epoch_samples"] else int(train["epoch"])
     except (FileNotFoundError, NotRegularFileError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None
+
+
+def find_newest_checkpoint(
+    run: Path, set_aside: Callable[[Path, BrokenError], None] = lambda path, error: None
+) -> Path | None:
+    """The newest complete checkpoint in a run's directory (or in its folder of checkpoints), or None.
+
+    One that an earlier owner wrote after a later one had begun does not count. `set_aside` is called with each newer
+    one that does not count, and says why. Raises OSError if the folder or a checkpoint cannot be read.
+    """
+    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    for update in reversed(list_updates(folder)):
+        path = checkpoint_path(folder, update)
+        try:
+            verify_checkpoint(path)
+            if is_late(folder.parent, json_object(read_regular_file(path / "state.json")) or {}, update):
+                raise BrokenError(f"{path} was written by an earlier owner after a later one had begun")
+            return path
+        except BrokenError as error:
+            set_aside(path, error)
+    return None
+
+
+def choose_checkpoint(folder: Path, resume: str, notes: list[str]) -> tuple[Path, Snapshot] | None:
+    """The checkpoint to restore and its contents, or None for a new run. For the owner of the run, on one process.
+
+    `folder`: the run's checkpoints, from which leftovers of a killed run are removed. `resume`: see
+    `CheckpointStore.restore`. What the user should know is appended to `notes`. Raises UserError and OSError.
+    """
+    remove_leftovers(folder)
+    if resume == "never" and list_updates(folder):
+        raise UserError(f"{folder} has checkpoints, and --resume is never. Give another --output-dir.")
+
+    def set_aside(path: Path, error: BrokenError) -> None:
+        renamed = quarantine(path)
+        notes.append(f"broken checkpoint: {error}; renamed to {renamed.name}, the previous one is used")
+
+    newest = find_newest_checkpoint(folder, set_aside)
+    own = None if newest is None else (newest, read_checkpoint(newest))
+    if resume == "must" and own is None:
+        raise UserError(f"{folder} has no complete checkpoint, and --resume is must. Leave it out to begin a new run.")
+    if resume in ("auto", "must", "never"):
+        return own
+    requested, resolved = Path(resume), folder.resolve()
+    if own is None:
+        return _read_requested(requested)
+    if requested.resolve().parent == resolved and requested.resolve() != own[0].resolve():
+        raise UserError(
+            f"{requested} is not the newest checkpoint of this run: {own[0].name} is. "
+            "To resume from an older one, give a new --output-dir."
+        )
+    if resolved not in (requested.resolve(), requested.resolve().parent, requested.resolve() / "checkpoints"):
+        notes.append(f"--resume {requested} is not used, because this run already has its own checkpoints")
+    return own
+
+
+def _read_requested(path: Path) -> tuple[Path, Snapshot]:
+    """The checkpoint that --resume names: `path` itself, or the newest complete one of the run in `path`."""
+
+    def read() -> tuple[Path, Snapshot]:
+        try:
+            checkpoint: Path | None = path
+            if path.name.startswith("update-"):
+                verify_checkpoint(path)
+            else:
+                checkpoint = find_newest_checkpoint(path)
+            if checkpoint is None:
+                raise UserError(
+                    f"--resume {path}: there is no complete checkpoint. Give the path of a checkpoint or a run."
+                )
+            return checkpoint, read_checkpoint(checkpoint)
+        except BrokenError as error:
+            raise UserError(f"--resume {path}: {error}. Give another checkpoint.") from None
+
+    return read_while_trained(path, read)
+
+
+def read_while_trained(run: Path, read: Callable[[], T]) -> T:
+    """Return `read()`, which reads a checkpoint or weights of `run`, a run that may be training: if it fails, and what
+    the run keeps has changed meanwhile, it is called again. Raises what `read` raises, a UserError or an OSError."""
+    for _ in range(ATTEMPTS):
+        before = _kept(run)
+        try:
+            return read()
+        except (UserError, OSError):
+            if _kept(run) == before:
+                raise
+    return read()
+
+
+def _kept(run: Path) -> list[tuple[str, int, int]]:
+    """The final weights and the checkpoints of a run, and what tells each from a later one of the same name."""
+    kept = []
+    checkpoints = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    for path in (
+        run / "model.safetensors",
+        *(checkpoint_path(checkpoints, each) for each in list_updates(checkpoints)),
+    ):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            kept.append((path.name, status.st_ino, status.st_mtime_ns))
+    return kept

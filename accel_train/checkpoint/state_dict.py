@@ -12,6 +12,7 @@ cannot set the state of an optimizer that has none (plain SGD).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,16 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     state = unwrap_model(model).state_dict()
     assert all(isinstance(value, Tensor) for value in state.values()), "modules with extra state are not supported"
     return {plain_name(name): value.detach() for name, value in state.items()}
+
+
+def check_same_model(targets: dict[str, Tensor], values: dict[str, Tensor], path: Path) -> None:
+    """Raise UserError unless `values`, read from `path`, have the names, shapes and kinds of numbers of `targets`."""
+    for name in sorted(targets.keys() | values.keys()):
+        expected, actual = (str(tuple(t[name].shape)) if name in t else "missing" for t in (targets, values))
+        if expected == actual and targets[name].dtype.is_floating_point != values[name].dtype.is_floating_point:
+            expected, actual = (str(t[name].dtype).removeprefix("torch.") for t in (targets, values))
+        if expected != actual:
+            raise UserError(f"{path} is of another model: {name} is {actual} there and {expected} in this model.")
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

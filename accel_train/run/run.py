@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from rich.console import Console as RichConsole
 
 from accel_train.checkpoint.directory import checkpoint_path
-from accel_train.checkpoint.resume import Checkpoints
+from accel_train.checkpoint.store import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.data.loading import evaluation_batch_size
 from accel_train.errors import EvaluationError, is_terminal, one_line
@@ -97,15 +97,14 @@ class Run:
         self.directory = RunDirectory(path, writes=self.is_main, lease=lease)
         check_shared_directory(self.accelerator, path)
         self.checkpoints = Checkpoints(
-            path / "checkpoints",
             self.config,
             self.accelerator,
             setup.model,
             setup.optimizer,
+            lease,
             samples=len(setup.splits.train),
             ema=setup.ema and setup.ema.module,
             schedule=setup.schedule,
-            lease=lease,
             table=setup.splits.table,
         )
         self.state, self.resumed = _restore(setup, self.checkpoints, finished)

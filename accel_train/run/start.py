@@ -16,8 +16,8 @@ from typing import Any
 from accelerate import Accelerator
 
 from accel_train import __version__
-from accel_train.checkpoint.directory import MANIFEST, BrokenError, list_updates, verify_files
-from accel_train.checkpoint.reading import find_newest_checkpoint, find_weights
+from accel_train.checkpoint.directory import MANIFEST, BrokenError, find_newest_checkpoint, list_updates, verify_files
+from accel_train.checkpoint.reading import find_weights
 from accel_train.config.compatibility import (
     END_KEYS,
     affects_learning,

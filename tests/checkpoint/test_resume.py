@@ -21,14 +21,14 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from accel_train.checkpoint import store
-from accel_train.checkpoint.directory import list_updates
-from accel_train.checkpoint.reading import RunWeights, find_newest_checkpoint
-from accel_train.checkpoint.resume import Checkpoints
+from accel_train.checkpoint.directory import find_newest_checkpoint, list_updates
+from accel_train.checkpoint.reading import RunWeights
+from accel_train.checkpoint.store import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Checkpoint, Config, Data, Ema, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.files import sha256
-from accel_train.ownership.lease import LostError
+from accel_train.ownership.lease import Lease, LostError
 
 
 class Run:
@@ -46,7 +46,7 @@ class Run:
         folder.mkdir(exist_ok=True)
         self.folder, self.state = folder / "checkpoints", TrainState()
         self.checkpoints = Checkpoints(
-            self.folder, config or Config(), accelerator, self.model, self.optimizer, samples=samples,
+            config or Config(), accelerator, self.model, self.optimizer, Lease(folder, None), samples=samples,
             ema=self.ema.module, schedule=schedule,
         )  # fmt: skip
 

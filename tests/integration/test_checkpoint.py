@@ -10,7 +10,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from accel_train.checkpoint.reading import find_newest_checkpoint
+from accel_train.checkpoint.directory import find_newest_checkpoint
 
 WORKER = Path(checkpoint_worker.__file__)
 

@@ -12,7 +12,7 @@ import helpers
 import pytest
 from agents import Agent, Elastic, elastic
 
-from accel_train.checkpoint.reading import find_newest_checkpoint
+from accel_train.checkpoint.directory import find_newest_checkpoint
 from accel_train.launch import process
 
 WORDS = ("digits", "--bitwise", "true", "--log-every-updates", 5, "--checkpoint.every-seconds", 2)

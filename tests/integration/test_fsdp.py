@@ -14,7 +14,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from accel_train.checkpoint.reading import find_newest_checkpoint
+from accel_train.checkpoint.directory import find_newest_checkpoint
 from accel_train.launch.accelerator import LAUNCHER_CONFIG as VARIABLE
 
 # A transformer of timm's with two blocks, SGD with momentum, clipping and a running mean: all that sees the parameters;

@@ -23,8 +23,7 @@ import helpers
 import pytest
 from helpers import started
 
-from accel_train.checkpoint.directory import checkpoint_path, list_updates
-from accel_train.checkpoint.reading import find_newest_checkpoint
+from accel_train.checkpoint.directory import checkpoint_path, find_newest_checkpoint, list_updates
 
 LONG = ("digits", "--epochs", 200, "--log-every-updates", 5)
 

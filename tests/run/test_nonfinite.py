@@ -12,8 +12,7 @@ from helpers import lines_of, run
 from PIL import Image
 from safetensors.torch import load_file
 
-from accel_train.checkpoint.directory import checkpoint_path, list_updates
-from accel_train.checkpoint.reading import find_newest_checkpoint
+from accel_train.checkpoint.directory import checkpoint_path, find_newest_checkpoint, list_updates
 from accel_train.run.nonfinite import _all_finite
 
 BATCH, UPDATES = 8, 5  # of an epoch

@@ -14,7 +14,8 @@ import pytest
 
 from accel_train import cli
 from accel_train.api import evaluate, load_run, predict
-from accel_train.checkpoint.reading import choose_checkpoint, one_of_run
+from accel_train.checkpoint.directory import choose_checkpoint
+from accel_train.checkpoint.reading import one_of_run
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
