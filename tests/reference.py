@@ -51,7 +51,6 @@ EXAMPLES: dict[str, str] = {
     "data.skip-unreadable": "--data.name folder --data.root photos --data.skip-unreadable unreadable-photos.txt",
     "data.verify": "--data.name folder --data.root photos --data.verify true",
     "data.max-pixels": "500000000",
-    "data.range": "--data.name folder --data.root scans --data.range 0 4095",
     "data.workers": "4",
     "data.channels": "--data.name folder --data.root scans --data.channels 1",
     "augment.resize": "--augment.resize 256 --model.image-size 224",

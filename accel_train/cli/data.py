@@ -101,7 +101,7 @@ def shards(arguments: Sequence[str]) -> int:
     config = _config(options.name, words)
     data = config.data
     channels = None if data.channels == 3 else data.channels  # as they are, or grey
-    changes = {"short-side": options.short_side, "data.range": data.range, "data.channels": channels}
+    changes = {"short-side": options.short_side, "data.channels": channels}
     if options.encoding == "copy" and (given := [name for name, value in changes.items() if value is not None]):
         raise UserError(f"--{given[0]}: files are copied as they are; add --encoding jpeg or --encoding raw.")
     check_root(data)

@@ -38,7 +38,6 @@ NOT_NEGATIVE = Bound("a number that is not negative", lambda x: x >= 0)
 FRACTION = Bound("a number from 0 to 1", lambda x: 0 <= x <= 1)  # and a probability
 ABOVE_0 = Bound("a number above 0, at most 1", lambda x: 0 < x <= 1)
 PART = Bound("a number of at least 0 and below 1", lambda x: 0 <= x < 1)
-RANGE = Bound("two numbers, the first one smaller", lambda x: x[0] < x[1])
 CHANNELS = Bound("1 or 3", lambda x: x in (1, 3))
 SIZE = Bound("a size such as 256MB or 1GB", lambda x: bytes_of(x) > 0)
 INTERVAL = Bound("two numbers, 0 < smallest <= largest", lambda x: 0 < x[0] <= x[1])

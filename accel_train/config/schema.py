@@ -49,7 +49,6 @@ from accel_train.config.declaration import (
     POLICIES,
     POLICY,
     POSITIVE,
-    RANGE,
     SCHEDULE_NAME,
     SPLIT,
     WITHOUT_MOMENTUM,
@@ -144,9 +143,6 @@ class Data:
         int, POSITIVE, Free("it leaves out images that end a run otherwise; all others keep their index")
     ] = 178_956_970
     """Refuse larger images: a small malicious file can fill the memory when decoded."""
-    range: Annotated[tuple[float, float] | None, RANGE] = None
-    """The values of black and white in images of more than 8 bits, such as 0 1 or 0 65535; default: such images are
-    refused."""
     workers: Annotated[int | None, NOT_NEGATIVE, Free("how an update is computed, not its result")] = None
     """Image-loading workers of each process; default: 0 for data in memory, else all cores."""
     channels: Annotated[int, CHANNELS] = 3

@@ -14,7 +14,6 @@ from typing import Any
 from accel_train import __version__
 from accel_train.config.compatibility import FORMAT, check_format
 from accel_train.config.schema import Origin
-from accel_train.data.sources.files.images import is_value_range
 from accel_train.errors import UserError
 from accel_train.task import ONE_LABEL, SEVERAL_LABELS, Task
 from accel_train.untrusted import is_count, is_number, parse_json, read_regular_file
@@ -48,9 +47,6 @@ class ModelInfo:
     """Of the weights that the run began from."""
     task: Task = ONE_LABEL
     """Whether an image has one label, or may have several. In the file: "multi_label"."""
-    range: tuple[float, float] | None = None
-    """The values of black and white in images of more than 8 bits (--data.range); None: such images are refused, unless
-    their file says it."""
     trained_at: int | None = None
     """Height and width of the images in training, for which the model was created; None: image_size."""
 
@@ -88,8 +84,6 @@ def read_model_info(run: Path) -> ModelInfo:
                 raise TypeError(f"{name} is not a list")
             values[name] = tuple(values[name])
         values["origin"] = _read_origin(values["origin"])
-        if isinstance(values["range"], list):
-            values["range"] = tuple(values["range"])
         several = values.pop("multi_label", False)
         if not isinstance(several, bool):
             raise ValueError(f"multi_label is {str(several)[:40]}")
@@ -116,7 +110,6 @@ def _impossible(info: ModelInfo) -> str:
         "native_size": native is None or is_count(native, 1, LARGEST),
         "mean": len(info.mean) == channels and all(is_number(value, -1e6, 1e6) for value in info.mean),
         "full_scale": info.full_scale in (1, 255),
-        "range": is_value_range(info.range),
         "std": len(info.std) == channels and all(is_number(value, 0, 1e6) and value > 0 for value in info.std),
     }
     return next((name for name, fit in fits.items() if not fit), "")

@@ -208,7 +208,6 @@ def model_info_of(config: Config, splits: Splits, image_size: int) -> ModelInfo:
         splits.full_scale,
         config.origin,
         splits.task,
-        splits.value_range,
     )
     return info.at_size(config.model.eval_image_size)
 

@@ -26,9 +26,7 @@ from accel_train.checkpoint.state_dict import broadcast_weights, named_tensors
 from accel_train.config.schema import Config, as_dict
 from accel_train.data.loading import create_input_pipeline, evaluation_batch_size
 from accel_train.data.order.samplers import EvaluationSampler
-from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.load import Source, Splits, splits_of
-from accel_train.data.sources.splits import unwrap_subset
 from accel_train.errors import LOGGER, UserError, counted, first_of, reason_of
 from accel_train.evaluate import evaluate
 from accel_train.files import atomic_replacement, atomic_write, open_to_write
@@ -330,7 +328,7 @@ def evaluate_run(
         return {name: weights.file for name, weights in read.items()}
 
     files = broadcast_from_main(accelerator, look)  # of "model" and, if there is one, "ema"
-    splits = _load_data(config, info, download=may_download(config, overrides, trust_code=trust_code))
+    splits = splits_of(config, download=may_download(config, overrides, trust_code=trust_code))
     models = {name: _load(config, info, accelerator, read.get(name)) for name in files}
     _check_fit(splits, info, run)
     source = _source(splits, split, config)
@@ -416,16 +414,6 @@ def _open(run: Path, overrides: Sequence[str], *, trust_code: bool) -> tuple[Con
     # Also other data is normalised as the training data was: the model was trained with that mean and std.
     augment = dataclasses.replace(config.augment, mean=info.mean, std=info.std)
     return dataclasses.replace(config, augment=augment), info
-
-
-def _load_data(config: Config, info: ModelInfo, *, download: bool) -> Splits:
-    """The data. Image files without a range of their own get that of the model."""
-    splits = splits_of(config, download=download)
-    if info.range is None or splits.value_range is not None:
-        return splits
-    if not isinstance(unwrap_subset(splits.train)[0], EncodedImages):
-        return splits
-    return splits_of(dataclasses.replace(config, data=dataclasses.replace(config.data, range=info.range)))
 
 
 def _check_fit(splits: Splits, info: ModelInfo, run: Path) -> None:

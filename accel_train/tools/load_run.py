@@ -112,7 +112,7 @@ def classify_files(
 
     def read(path: Path) -> Tensor | str:
         try:
-            return preprocessing.resize(decode(read_image(path, max_pixels), info.channels, max_pixels, info.range))
+            return preprocessing.resize(decode(read_image(path, max_pixels), info.channels, max_pixels))
         except (ImageError, OSError) as error:
             return (isinstance(error, OSError) and error.strerror) or str(error)
 
@@ -314,9 +314,9 @@ class LoadedRun:
         try:
             if isinstance(image, (str, Path)):
                 most = self.config.data.max_pixels
-                image = decode(read_image(Path(image), most), self.info.channels, most, self.info.range)
+                image = decode(read_image(Path(image), most), self.info.channels, most)
             elif isinstance(image, Image.Image):
-                image = to_tensor(image, self.info.channels, self.info.range)
+                image = to_tensor(image, self.info.channels)
         except (ImageError, OSError) as error:
             raise UserError(f"{image} cannot be read: {error}.") from error
         wanted = torch.float32 if self.info.full_scale == 1 else torch.uint8

@@ -29,7 +29,7 @@ from accel_train.config.schema import Data
 from accel_train.config.url import is_url
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.files.folder import is_image
-from accel_train.data.sources.files.images import ImageError, default_mean_std, range_text, to_image
+from accel_train.data.sources.files.images import ImageError, default_mean_std, to_image
 from accel_train.data.sources.files.tars import END, RAW_EXTENSIONS, raw_file
 from accel_train.data.sources.files.webdataset import SEPARATOR, index_of
 from accel_train.data.sources.load import Source, Splits, Subset, load_splits
@@ -270,8 +270,6 @@ def _options(splits: Splits, output: Path, data: Data, encoding: str) -> Iterato
     yield from ("--data.name", "wds", "--data.root", str(output))
     if splits.channels != Data().channels:
         yield from ("--data.channels", str(splits.channels))
-    if data.range is not None:  # images with 8 bits stay as they are; those that are predicted later have the range
-        yield from ("--data.range", *range_text(data.range).split())
     if splits.image_size is not None and encoding == "copy":
         yield from ("--model.image-size", str(splits.image_size), "--augment.resize", str(splits.image_size))
     if (splits.mean, splits.std) != default_mean_std(splits.channels):

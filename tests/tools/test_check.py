@@ -132,16 +132,16 @@ def test_an_image_of_more_pixels_than_allowed_is_told_with_the_limit(data: Data,
 
 def test_it_takes_what_train_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text("model: {name: resnet18}\ndata: {name: folder, root: photos, range: [0, 4095]}\n")
+    recipe.write_text("model: {name: resnet18}\ndata: {name: folder, root: photos, channels: 1}\n")
     seen: list[Data] = []
     monkeypatch.setattr("accel_train.cli.data.check_root", seen.append)
     monkeypatch.setattr("accel_train.tools.audit.check_data", lambda *_, **__: sys.exit(0))
     for words in (
         [str(recipe), "--data.root", "other", "--data.max-pixels", "5"],
-        ["folder", "--data.root", "other", "--data.range", "0", "4095", "--data.max-pixels", "5", "--epochs", "3"],
+        ["folder", "--data.root", "other", "--data.channels", "1", "--data.max-pixels", "5", "--epochs", "3"],
     ):
         assert main(["check-data", *words]) == 0
-    assert seen == [Data("folder", Path("other"), range=(0.0, 4095.0), max_pixels=5)] * 2
+    assert seen == [Data("folder", Path("other"), channels=1, max_pixels=5)] * 2
     assert main(["check-data", "--data.root", "other"]) == 2
 
 

@@ -531,22 +531,6 @@ class TestReadingPixels:
                 pickle.loads(pickle.dumps(source)).fetch([7])
 
 
-def test_a_range_is_in_the_pixels_and_in_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for kind in ("dark", "light"):
-        (tmp_path / "scans" / kind).mkdir(parents=True)
-        for number in range(3):
-            values = NUMBERS.integers(0, 4096, (8, 8)).astype(np.uint16)
-            Image.fromarray(values).save(tmp_path / "scans" / kind / f"{number}.png")
-    words = ["folder", str(tmp_path / "out"), "--data.root", str(tmp_path / "scans"), "--data.channels", "1"]
-    words += ["--encoding", "raw", "--data.range", "0", "4095", "--processes", "1"]
-    assert shards_command(words) == 0
-    assert "--data.channels 1 --data.range 0 4095" in capsys.readouterr().out
-    direct = load_splits(Data(name="folder", root=tmp_path / "scans", channels=1, range=(0, 4095)), 0)
-    found = load_splits(Data(name="wds", root=tmp_path / "out", channels=1, range=(0, 4095)), 0)
-    assert found.value_range == (0, 4095)  # so that the run's model knows it
-    assert all(map(torch.equal, found.train.fetch(range(6)), direct.train.fetch(range(6))))
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -556,7 +540,6 @@ def test_a_range_is_in_the_pixels_and_in_the_command(tmp_path: Path, capsys: pyt
             "--shard-size: expected a size such as 256MB or 1GB, found 'big' (command line).",
         ),
         (["folder", "o", "--short-side", "32"], "--short-side: files are copied as they are; add --encoding jpeg or"),
-        (["folder", "o", "--data.range", "0", "1"], "--data.range: files are copied as they are"),
         (["folder", "o", "--data.channels", "1"], "--data.channels: files are copied as they are"),
     ],
 )

@@ -15,7 +15,6 @@ from accel_train import models
 from accel_train.config.schema import Config, Data
 from accel_train.data.sources.arrays import PUBLISHED, digits, synthetic, torchvision_set
 from accel_train.data.sources.divide import divide
-from accel_train.data.sources.files.images import range_text
 from accel_train.data.sources.root import check_root
 from accel_train.data.sources.splits import Source, Splits, Subset, given_splits
 from accel_train.errors import UserError, nearest
@@ -84,11 +83,6 @@ def read_splits(data: Data, *, size: int = SYNTHETIC_SIZE, download: bool = True
         raise UserError(
             "--data.train-split, --data.val-split, --data.test-split: only folder and hfds/NAME take them, and "
             f"--data.name is '{short_name('data.name', data.name)}'; remove them."
-        )
-    if data.range is not None and splits.value_range != data.range:
-        raise UserError(
-            f"--data.range {range_text(data.range)}: it is for image files and PIL images of more than 8 bits, but "
-            f"those of '{short_name('data.name', data.name)}' have 8 or are tensors; remove it (--data.range none)."
         )
     return splits
 

@@ -15,7 +15,7 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.url import folder_of, is_url
-from accel_train.data.sources.files.images import ValueRange, default_mean_std
+from accel_train.data.sources.files.images import default_mean_std
 from accel_train.errors import UserError, first_of, nearest
 from accel_train.task import Task, task_of
 
@@ -72,9 +72,6 @@ class Splits:
     "": neither."""
     full_scale: int = 255
     """The pixel value that `mean` and `std` count as 1: 255 of uint8 images, 1 of float ones."""
-    value_range: ValueRange | None = None
-    """The values of black and white of images with more than 8 bits: --data.range; None: those of
-    such images that have a range of their own."""
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(source)} {split}" for split, source in self.sources.items())
@@ -242,5 +239,4 @@ def splits_of_files(data: Data, classes: tuple[str, ...], sources: Mapping[str, 
     `Splits` that are not those of image files of any size as `data` has them."""
     mean, std = default_mean_std(data.channels)
     usual: dict[str, Any] = {"channels": data.channels, "image_size": None, "mean": mean, "std": std}
-    usual |= {"value_range": data.range}
     return Splits(classes, **({"validation": None, "test": None, **sources, **usual} | more))

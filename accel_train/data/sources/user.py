@@ -29,7 +29,6 @@ from accel_train.config.schema import Data
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.files.images import (
     ImageError,
-    ValueRange,
     default_mean_std,
     to_tensor,
 )
@@ -66,13 +65,12 @@ class UserDataset:
         labels: Tensor,
         channels: int,
         shape: torch.Size | None,
-        value_range: ValueRange | None = None,
         dtype: torch.dtype = torch.uint8,
     ) -> None:
-        """`labels`: int64 [n]. `channels`, `value_range`: of PIL images. `shape`: [C, H, W] of all images; None: PIL
-        images. `dtype`: of the pixels of all images."""
+        """`labels`: int64 [n]. `channels`: of PIL images. `shape`: [C, H, W] of all images; None: PIL images. `dtype`:
+        of the pixels of all images."""
         self.dataset, self.reference, self.split = dataset, reference, split
-        self.labels, self.channels, self.shape, self.value_range = labels, channels, shape, value_range
+        self.labels, self.channels, self.shape = labels, channels, shape
         self.dtype = dtype
         self.one_size = shape is not None
         self.packed: Packed | None = None  # what data workers are sent
@@ -103,7 +101,7 @@ class UserDataset:
                 "were read before). A sample's label must not change"
             )
         try:
-            pixels = as_pixels(image, self.channels, self.value_range)
+            pixels = as_pixels(image, self.channels)
         except ImageError as error:
             raise self._error(f"{self.name(id)} cannot be read: {error}") from error
         if pixels is None:
@@ -222,10 +220,10 @@ def _is_pillows(image: Any) -> bool:
     return pillow is not None and isinstance(image, pillow.Image)
 
 
-def as_pixels(image: Any, channels: int, value_range: ValueRange | None = None) -> Tensor | None:
+def as_pixels(image: Any, channels: int) -> Tensor | None:
     """An item's image as a tensor, uint8 or float32 [C, H, W]; None if it is of another kind. Raises ImageError."""
     if _is_pillows(image):
-        return to_tensor(image, channels, value_range)
+        return to_tensor(image, channels)
     if not isinstance(image, Tensor) or image.ndim != 3:
         return None
     image = image.as_subclass(Tensor)  # torchvision has classes of its own
@@ -399,7 +397,7 @@ def user_data(data: Data, reference: Reference) -> Splits:
         seed_generators(0)
         image, _ = read_item(train, 0, reference, "train sample 0")
     try:
-        pixels = as_pixels(image, data.channels, data.range)
+        pixels = as_pixels(image, data.channels)
     except ImageError as error:
         raise UserError(f"{where}: train sample 0 cannot be read: {error}.") from error
     if pixels is None:
@@ -414,7 +412,7 @@ def user_data(data: Data, reference: Reference) -> Splits:
     classes = classes or numbered(where, labels.values())
     sources: dict[str, Source] = {
         split: _in_memory(dataset, f"{short} {split}", labels[split], pixels)
-        or UserDataset(dataset, reference, split, labels[split], data.channels, shape, data.range, pixels.dtype)
+        or UserDataset(dataset, reference, split, labels[split], data.channels, shape, pixels.dtype)
         for split, dataset in datasets.items()
     }
     channels = pixels.shape[0]
@@ -432,7 +430,6 @@ def user_data(data: Data, reference: Reference) -> Splits:
         mean=mean,
         std=std,
         full_scale=1 if is_float else 255,
-        value_range=data.range if shape is None else None,
     )
 
 

@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from accel_train.data.sources.files.images import is_deep
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError, first_of
 from accel_train.records.model_info import ModelInfo
@@ -71,11 +70,9 @@ def _of_source(name: str, source: Source, run: LoadedRun, folder: Path) -> Image
 
 
 def _as_file(file: Path, pixels: Tensor, new: Path) -> Path:
-    """The image's own file; or `new`, written, if it has none, or one of more than 8 bits, which must be converted."""
+    """The image's own file; or `new`, written, if it has none."""
     if file.is_file():
-        with Image.open(file) as opened:
-            if not is_deep(opened):
-                return file
+        return file
     Image.fromarray(pixels.permute(1, 2, 0).squeeze(2).contiguous().numpy()).save(new)
     return new
 

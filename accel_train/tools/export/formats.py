@@ -46,7 +46,6 @@ def rules_of(info: ModelInfo, augment: Augment) -> dict[str, Any]:
         "full_scale": info.full_scale,
         "mean": list(info.mean),
         "std": list(info.std),
-        "range": None if info.range is None else list(info.range),  # of files that must be converted to 8 bits first
         "classes": list(info.classes),
         "multi_label": info.task is SEVERAL_LABELS,
         "probabilities": info.task.activation,

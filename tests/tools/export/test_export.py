@@ -309,24 +309,6 @@ def test_without_the_data(digits: Path, photos: Path, tmp_path: Path, capsys: py
     assert "from files: not compared" in said
 
 
-@pytest.mark.ci
-def test_the_range_of_the_data_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without it the images of 12 bits would be black to a program that knows only the export."""
-    numbers = np.random.default_rng(0)
-    for number in range(24):
-        path = tmp_path / "scans" / ("train", "test")[number >= 16] / ("dark", "light")[number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        values = numbers.integers(0, 1600, (8, 8)) + 2400 * (number % 2)
-        Image.fromarray(values.astype(np.uint16)).save(path)
-    run = tmp_path / "run"
-    words = f"digits --data.name folder --data.root {tmp_path}/scans --data.range 0 4095 --data.channels 1 --epochs 1"
-    words += f" --model.image-size 8 --batch-size 8 --data.workers 0 --output-dir {run}"
-    assert cli.main(["train", *words.split()]) == 0
-    assert exported(run, "pt2") == 0
-    assert "the same class as predict for 8 of 8 images" in capsys.readouterr().out
-    assert rules_in(run / "export-pt2")["range"] == [0, 4095]
-
-
 def test_missing_packages_and_options(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", str(digits)]) == 2
     assert "--format is missing; choose timm, onnx or pt2." in capsys.readouterr().err

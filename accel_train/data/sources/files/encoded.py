@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.images import MAX_PIXELS, Box, ImageError, LazyImage, range_text
+from accel_train.data.sources.files.images import MAX_PIXELS, Box, ImageError, LazyImage
 from accel_train.errors import UserError
 from accel_train.untrusted import TooLargeError, read_regular_file
 
@@ -27,7 +27,7 @@ class EncodedImages(ABC):
     def __init__(self, labels: torch.Tensor, data: Data) -> None:
         """labels: int64 [n]; data: the options of the data set."""
         self.labels, self.channels, self.check_command = labels, data.channels, check_command(data)
-        self.max_pixels, self.value_range = data.max_pixels, data.range
+        self.max_pixels = data.max_pixels
 
     @abstractmethod
     def read(self, id: int) -> bytes:
@@ -66,7 +66,7 @@ class _SourceImage(LazyImage):
 
     def __init__(self, source: EncodedImages, id: int) -> None:
         self.source, self.id = source, id
-        super().__init__(source.read(id), source.channels, source.max_pixels, source.value_range)
+        super().__init__(source.read(id), source.channels, source.max_pixels)
 
     def pixels(self) -> torch.Tensor:
         try:
@@ -109,5 +109,4 @@ def check_command(data: Data) -> str:
     given = {"image-column": data.image_column, "label-column": data.label_column, "stage": data.stage}
     for option, value in given.items():
         words += [] if value is None else [f"--data.{option}", str(value)]
-    value_range = "" if data.range is None else f" --data.range {range_text(data.range)}"
-    return shlex.join(words) + value_range
+    return shlex.join(words)

@@ -9,13 +9,11 @@ import struct
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from accel_train.untrusted import is_number
 
 try:
     import simplejpeg
@@ -46,33 +44,27 @@ Box = tuple[int, int, int, int]
 """Top, left, height and width, in pixels."""
 
 
-def decode(
-    data: bytes, channels: int, max_pixels: int = MAX_PIXELS, value_range: ValueRange | None = None
-) -> torch.Tensor:
+def decode(data: bytes, channels: int, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
     """The image in `data`, as uint8 [channels, H, W]; see `LazyImage`. Raises ImageError."""
-    return LazyImage(data, channels, max_pixels, value_range).pixels()
+    return LazyImage(data, channels, max_pixels).pixels()
 
 
 class LazyImage:
     """An encoded image whose size is known before its pixels are decoded.
 
     The content, not the file's name, determines the format. `height`, `width` and pixels follow the EXIF orientation.
-    Values of more than 8 bits: see `check_values`; files of several pictures: `check_pages`. Transparency is dropped,
+    What has more than 8 bits (`check_depth`) or several pictures (`check_pages`) is refused. Transparency is dropped,
     as in torchvision's ImageFolder.
     """
 
     reducible = False
     """Whether the image can be decoded at a smaller scale: an RGB or grey JPEG, not CMYK."""
 
-    def __init__(
-        self, data: bytes, channels: int, max_pixels: int = MAX_PIXELS, value_range: ValueRange | None = None
-    ) -> None:
-        """channels: 3 (RGB) or 1 (grey); max_pixels: limit of the size; value_range: the values of black and white, if
-        there are more than 8 bits. Raises ImageError."""
+    def __init__(self, data: bytes, channels: int, max_pixels: int = MAX_PIXELS) -> None:
+        """channels: 3 (RGB) or 1 (grey); max_pixels: limit of the size. Raises ImageError."""
         if not data:
             raise ImageError("the file is empty")
-        self.data, self.channels, self.value_range = data, channels, value_range
-        self.max_pixels = max_pixels
+        self.data, self.channels, self.max_pixels = data, channels, max_pixels
         self.image: Image.Image | None = None
         self.orientation = 1
         if (plain := plain_jpeg(data)) is not None:
@@ -102,7 +94,7 @@ class LazyImage:
         self._check_size()
         with _strictly(self.max_pixels):
             check_pages(image)
-            check_values(image, self.value_range)
+            check_depth(image)
             self.orientation = _orientation(image, self.data)
         self.reducible = image.format == "JPEG" and image.mode in ("RGB", "L")
         self.stored_channels = 1 if image.mode == "L" else 3
@@ -119,7 +111,7 @@ class LazyImage:
         with _strictly(self.max_pixels), self._opened() as image:
             if self.reducible and self.channels == 1:
                 image.draft("L", None)  # the luminance, which simplejpeg gives, too
-            return apply_orientation(to_tensor(image, self.channels, self.value_range), self.orientation)
+            return apply_orientation(to_tensor(image, self.channels), self.orientation)
 
     def reduced(
         self, box: Box, height: int, width: int, reduction: int, interpolation: str = "bilinear"
@@ -236,9 +228,9 @@ def _too_many(pixels: int, most: int) -> ImageError:
     )
 
 
-def to_tensor(image: Image.Image, channels: int, value_range: ValueRange | None = None) -> torch.Tensor:
-    """The pixels decoded by PIL, uint8 [channels, H, W]. Raises ImageError; see `in_8_bits`."""
-    image = in_8_bits(image, value_range)
+def to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
+    """The pixels decoded by PIL, uint8 [channels, H, W]. Raises ImageError for more than 8 bits."""
+    check_depth(image)
     if image.mode in ("P", "PA"):  # a palette may contain transparent colours
         image = image.convert("RGBA")
     if image.mode not in ("1", "L", "LA"):
@@ -257,56 +249,31 @@ def _as_tensor(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
     return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
 
 
-# Images of more than 8 bits: which of their values are black and white, and their pixels in 8 bits.
+# Images of more than 8 bits, and of several pictures: they are refused.
 #
-# Nothing in most files says which value is white, and any guess makes the images of some data sets black: without
-# --data.range they are refused. Signed integers and colours of 16 bits, of which Pillow does not have the stored
-# values, are always refused.
+# Nothing in most files says which value is white, and any guess makes the images of some data sets black.
 
 
-ValueRange = tuple[float, float]
-"""The values of black and of white."""
-Values = npt.NDArray[Any]
-"""[H, W], or [H, W, C]."""
-
-MOST = 1e38  # of float32
 BITS_PER_SAMPLE, SAMPLE_FORMAT = 258, 339  # tags of TIFF
 SIGNED = 2  # SAMPLE_FORMAT of integers
-SCALED_FORMATS = ("PPM", "JPEG2000")  # such a file says which value is white; Pillow scales the values to 16 bits
 
 
 class ImageError(ValueError):
     """An image cannot be decoded; the text says why."""
 
 
-def is_value_range(value: Any) -> bool:
-    """Whether a value that was read from a file is a range, or None."""
-    is_pair = isinstance(value, tuple) and len(value) == 2 and all(is_number(end, -MOST, MOST) for end in value)
-    return value is None or (is_pair and value[0] < value[1])
-
-
-def range_text(value_range: ValueRange) -> str:
-    """The range as it is written on a command line: "0 4095"."""
-    return " ".join(f"{value:.12g}" for value in value_range)
-
-
-def check_values(image: Image.Image, value_range: ValueRange | None) -> None:
-    """Raise ImageError if it is not known which values of an opened image are black and white. Reads its header alone.
+def check_depth(image: Image.Image) -> None:
+    """Raise ImageError if an opened image has more than 8 bits a channel, or signed integers. Reads its header alone.
 
     Of a PNG that is loaded already, Pillow does not say any more that its colours had 16 bits.
     """
-    bits, is_signed = _tag(image, BITS_PER_SAMPLE), _tag(image, SAMPLE_FORMAT) == SIGNED
     stored = [str(part[3]) for part in getattr(image, "tile", ())]  # of a PNG such as RGB;16B, until it is loaded
-    deep_png = image.format == "PNG" and any("16" in mode for mode in stored)
-    if (is_signed and bits in (8, 16)) or ((bits == 16 or deep_png) and not is_deep(image)):
+    is_deep = image.mode == "F" or image.mode.startswith("I") or _tag(image, BITS_PER_SAMPLE) == 16
+    is_deep |= image.format == "PNG" and any("16" in mode for mode in stored)
+    if is_deep or _tag(image, SAMPLE_FORMAT) == SIGNED:
         raise ImageError(
-            "its pixels are signed integers, or have 16 bits in each of several channels: save it with 8 bits a "
-            "channel (ImageMagick's mogrify -depth 8), or grey with floating-point numbers, for --data.range LOW HIGH"
-        )
-    if value_range is None and is_deep(image) and not _is_scaled_by_file(image):
-        raise ImageError(
-            "its pixels have more than 8 bits, and nothing says which value is black and which is white: save it with "
-            "8 bits, or train with --data.range LOW HIGH, such as 0 65535, 0 4095 or 0 1"
+            "its pixels have more than 8 bits or are signed, and nothing says which value is black and which is white: "
+            "save it with 8 bits a channel, or return float tensors from a Dataset of your own (docs/own.md)"
         )
 
 
@@ -321,40 +288,6 @@ def check_pages(image: Image.Image) -> None:
             f"it has {pictures} pictures, as a TIFF of several pages or an animation, but a sample is one image: save "
             "the picture that you mean as a file of its own"
         )
-
-
-def in_8_bits(image: Image.Image, value_range: ValueRange | None) -> Image.Image:
-    """An opened image with 8 bits a channel. Raises ImageError, also for values outside the range."""
-    from PIL import Image
-
-    check_values(image, value_range)
-    if not is_deep(image):
-        return image
-    if _is_scaled_by_file(image):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    assert value_range is not None  # else it is refused
-    return Image.fromarray(_scaled(np.asarray(image), value_range))
-
-
-def is_deep(image: Image.Image) -> bool:
-    """Whether an opened image has more than 8 bits a channel."""
-    return image.mode == "F" or image.mode.startswith("I")
-
-
-def _is_scaled_by_file(image: Image.Image) -> bool:
-    return image.format in SCALED_FORMATS and image.mode != "F"
-
-
-def _scaled(values: Values, value_range: ValueRange) -> npt.NDArray[np.uint8]:
-    """The values as uint8: the range's first one becomes 0, its last one 255. Raises ImageError if one is outside."""
-    # A float32 of 0.7 is not the float64 of 0.7 that the range has.
-    low, high = (values.dtype.type(end) if values.dtype.kind == "f" else end for end in value_range)
-    least, largest = values.min(), values.max()
-    if not (low <= least and largest <= high):  # also if there is a NaN
-        outside = largest if low <= least else least
-        raise ImageError(f"it has the value {outside:.12g}, outside --data.range {range_text(value_range)}")
-    levels = (values.astype(np.float64) - float(low)) * (255 / (float(high) - float(low)))
-    return np.rint(levels).clip(0, 255).astype(np.uint8)
 
 
 def _tag(image: Image.Image, number: int) -> int:
