@@ -47,7 +47,7 @@ from accel_train.records.summary import plan_text
 from accel_train.run.ending import TrainingResult, finish, interrupt, mark_finished
 from accel_train.run.observers import check_observers
 from accel_train.run.run import Run
-from accel_train.run.start import claim_directory, find_finished_run, find_start, load_data
+from accel_train.run.start import claim_directory, find_result, find_start, load_data
 from accel_train.run.stopping import StopAskedError, StopRequests
 from accel_train.task import LOWER_IS_BETTER
 from accel_train.training_setup import Preflight, TrainingSetup, connect, create_training_setup, import_libraries
@@ -81,8 +81,8 @@ def train(
             at_end.callback(lease.release)
             directory = lease.directory
             config = dataclasses.replace(config, output_dir=directory)
-            finished = broadcast_from_main(accelerator, lambda: find_finished_run(directory, config, launch))
-            if finished is not None and (result := finished.result):  # nothing is left to train
+            result = broadcast_from_main(accelerator, lambda: find_result(directory, config))
+            if result is not None:  # nothing is left to train
                 mark_finished(accelerator, lease, result)
                 return TrainingResult(directory, True, result.get("stopped_by"), result, nothing_left=True)
             finish_preflight = None if preflight is None or start.resumes else preflight(config, launch, accelerator)
@@ -97,7 +97,7 @@ def train(
             setup = dataclasses.replace(setup, own_metrics=own_metrics)
             if finish_preflight is not None:
                 finish_preflight(setup)
-            run = Run(setup, lease, finished, stop_requests, began, observers)
+            run = Run(setup, lease, stop_requests, began, observers)
         with run.watched():
             try:
                 fit(setup, run)

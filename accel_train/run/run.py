@@ -49,7 +49,6 @@ from accel_train.records.meter import Meter, Stopwatch
 from accel_train.records.metrics import Evaluation
 from accel_train.records.summary import data_record, describe, model_info_of, resume_command, resumed_text
 from accel_train.run.nonfinite import Guard
-from accel_train.run.start import FinishedRun
 from accel_train.run.stopping import StopRequests
 from accel_train.run.watchdog import Watchdog
 from accel_train.training_setup import TrainingSetup
@@ -80,13 +79,11 @@ class Run:
         self,
         setup: TrainingSetup,
         lease: Lease,
-        finished: FinishedRun | None,
         requests: StopRequests,
         began: float,
         observers: Sequence[object] = (),
     ) -> None:
-        """`finished`: the finished run that goes on, if it is one. `began`: when this start began, by
-        time.monotonic(). `observers`: see observers.py.
+        """`began`: when this start began, by time.monotonic(). `observers`: see observers.py.
         Raises UserError if the directory or its checkpoints cannot be used."""
         self.setup, self.config, self.accelerator = setup, setup.config, setup.accelerator
         self.stop_requests, self.began = requests, began
@@ -107,7 +104,7 @@ class Run:
             schedule=setup.schedule,
             table=setup.splits.table,
         )
-        self.state, self.resumed = _restore(setup, self.checkpoints, finished)
+        self.state, self.resumed = _restore(setup, self.checkpoints)
         self.ledger = Ledger(
             self.directory,
             launch=setup.launch,
@@ -322,19 +319,15 @@ class Run:
         return self.evaluations[name]
 
 
-def _restore(setup: TrainingSetup, checkpoints: Checkpoints, finished: FinishedRun | None) -> tuple[TrainState, bool]:
+def _restore(setup: TrainingSetup, checkpoints: Checkpoints) -> tuple[TrainState, bool]:
     """The position of the run, and whether it resumes from a checkpoint. Raises UserError."""
     config, accelerator = setup.config, setup.accelerator
     broadcast_from_main(accelerator, checkpoints.check_writable)
-    extended = finished is not None and config.resume == "auto"  # a finished run never starts from the beginning
     # The model does not have the weights that the run began from: only a checkpoint's will do.
     waits = setup.from_checkpoint and config.resume == "auto"
-    restored = checkpoints.restore("must" if extended or waits else config.resume, config.allow_change)
+    restored = checkpoints.restore("must" if waits else config.resume, config.allow_change)
     state = restored or TrainState()
     state.check_position(setup.plan.samples, checkpoints.folder)
-    if finished is not None:
-        broadcast_from_main(accelerator, lambda: finished.rename_results(checkpoints.lease))
-        checkpoints.notes.append(finished.note)
     return state, restored is not None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -28,7 +29,7 @@ def weights_after(run: Path, words: str) -> dict[str, torch.Tensor]:
 @pytest.mark.ci
 def test_the_new_value_counts(tmp_path: Path) -> None:
     first = weights_after(tmp_path / "first", "--epochs 1")
-    shutil.copytree(tmp_path / "first", tmp_path / "same")
+    shutil.copytree(helpers.unfinish(tmp_path / "first"), tmp_path / "same")
     same = weights_after(tmp_path / "same", "--epochs 2 --allow-change epochs")
     for option, value, concerns in (
         ("optim.norm-weight-decay", "9", "bn1.weight"),

@@ -73,8 +73,9 @@ def test_a_run_continues_on_another_number_of_processes(name: str, tmp_path: Pat
     words = f"{named(tmp_path, name)} --ema.enabled true"
     trained(tmp_path / "whole", f"{words} --epochs 2", 1)
     trained(tmp_path / "parts", f"{words} --epochs 1", 1)
+    helpers.unfinish(tmp_path / "parts")
     options = ("--bitwise", "true", "--data.workers", "0", "--allow-change", "epochs")
     done = helpers.run(*words.split(), "--epochs", 2, *options, "--output-dir", tmp_path / "parts", processes=4)
-    assert done.returncode == 0 and "goes on from the end" in done.stderr, done.stderr
+    assert done.returncode == 0 and "continuing after update" in done.stdout, done.stderr
     for weights in ("model.safetensors", "ema.safetensors"):
         assert (tmp_path / "whole" / weights).read_bytes() == (tmp_path / "parts" / weights).read_bytes(), weights

@@ -44,6 +44,7 @@ def test_it_is_the_run_without_the_other_classes(pets: dict[str, Path], tmp_path
     assert train(pets["three"], tmp_path / "chosen", *chosen) == expected
     assert train(pets["three"], tmp_path / "two-processes", *chosen, processes=2) == expected
     train(pets["three"], tmp_path / "interrupted", *chosen, "--stop.updates", "4")
+    helpers.unfinish(tmp_path / "interrupted")
     more = (*chosen, "--allow-change", "stop")
     assert train(pets["three"], tmp_path / "interrupted", *more, processes=2) == expected
 

@@ -58,6 +58,7 @@ def test_a_run_needs_its_file_only_once(tmp_path: Path, file: Path) -> None:
 
     again = (*RESNET, "--epochs", 2, "--allow-change", "epochs", "--output-dir", run)
     copy.rename(tmp_path / "moved.pth")
+    helpers.unfinish(run)
     gone = helpers.run(*again, "--model.weights", copy)
     assert gone.returncode == 0, gone.stderr
     assert "continuing after update" in gone.stdout and "\nweights " not in gone.stdout

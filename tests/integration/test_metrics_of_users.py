@@ -166,6 +166,7 @@ error.higher_is_better = False
         done = helpers.run(*words, "--epochs", epochs, processes=processes)
         assert done.returncode == 0, done.stderr
         places.write_text("x" * epochs)
+        helpers.unfinish(run)
     done = helpers.run(*words, processes=2)
     assert done.returncode == 0, done.stderr
     found = result_of(run)
@@ -182,6 +183,7 @@ def test_it_may_change_in_a_run_unless_it_decides_what_is_best(mine: Path, tmp_p
     words = (*DIGITS, "--output-dir", str(run))
     assert helpers.run(*words, "--epochs", 1).returncode == 0
     best = ("--metrics", f"{mine}:margin", f"{mine}:balanced", "--best-metric", "balanced")
+    helpers.unfinish(run)
     done = helpers.run(*words, "--epochs", 2, *best, "--allow-change", "epochs", "best-metric")
     assert done.returncode == 0, done.stderr
     assert "the best mine.py:balanced so far" not in done.stderr and "a new best is recorded" in done.stderr
@@ -189,9 +191,11 @@ def test_it_may_change_in_a_run_unless_it_decides_what_is_best(mine: Path, tmp_p
     assert result_of(run)["best_update"] == 20
 
     fewer = ("--metrics", f"{mine}:balanced", f"{mine}:margin", "--best-metric", "balanced")
+    helpers.unfinish(run)
     done = helpers.run(*words, "--epochs", 3, *fewer, "--allow-change", "epochs")
     assert done.returncode == 0, done.stderr
     replaced = ("--metrics", f"{other}:balanced", "--best-metric", "balanced", "--epochs", 4)
+    helpers.unfinish(run)
     refused = helpers.run(*words, *replaced, "--allow-change", "epochs")
     assert refused.returncode == 2
     assert "best-metric: mine.py:balanced -> other.py:balanced" in refused.stderr
@@ -221,6 +225,7 @@ def test_objects_of_python_are_metrics_by_their_names(tmp_path: Path, caplog: py
     assert "balanced" not in without and without["accuracy"] == trained["test_accuracy"]
     assert "given as objects of Python are left out here: balanced, hit" in caplog.text
 
+    helpers.unfinish(run)
     with pytest.raises(UserError, match="balanced"):  # it decides what is best, and is not there
         train(*DIGITS, epochs=2, **settings)
     longer = train(*DIGITS, "--allow-change", "epochs", epochs=2, metrics=given, **settings)

@@ -79,6 +79,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     shutil.rmtree(root)
     write_shards(root, 100, 20)
+    helpers.unfinish(tmp_path / "run")
     other = helpers.run(*words, "--stop.updates", 2, "--allow-change", "stop.updates")
     assert other.returncode == 2 and "data: the shards have changed" in other.stderr
     assert all(len(each.stderr.splitlines()) == 1 for each in (nodes, none, other))

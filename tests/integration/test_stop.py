@@ -39,14 +39,13 @@ def test_without_progress_it_ends_after_the_patience_also_killed_and_on_two_proc
 
     again = helpers.run(*patient, "--output-dir", run)
     assert again.returncode == 0 and "Nothing is left to do" in again.stdout
-    epochs = helpers.run(*patient, "--epochs", 40, "--output-dir", run)
-    assert epochs.returncode == 2 and "or --stop.patience-epochs of more than 3, or none" in epochs.stderr
-    more = (*FLAT, "--stop.patience-epochs", "4", "--output-dir", run)
-    refused = helpers.run(*more)
-    assert refused.returncode == 2 and "--allow-change stop.patience-epochs" in refused.stderr
-    assert helpers.run(*more, "--allow-change", "stop").returncode == 0
-    assert (result_of(run)["epochs"], result_of(run)["stopped_by"]) == (5, "patience")
-    assert json.loads((run / "result-epoch-4.json").read_text()) == found
+    more = (*FLAT, "--stop.patience-epochs", "4")
+    refused = helpers.run(*more, "--output-dir", run)
+    assert refused.returncode == 2 and "stop.patience-epochs: 3 -> 4. Give another --output-dir" in refused.stderr
+    longer = tmp_path / "longer"
+    assert helpers.run(*more, "--resume", run, "--output-dir", longer, "--allow-change", "stop").returncode == 0
+    assert (result_of(longer)["epochs"], result_of(longer)["stopped_by"]) == (5, "patience")
+    assert result_of(run) == found
 
 
 @pytest.mark.ci
@@ -66,6 +65,7 @@ def test_the_hours_of_all_starts_count(tmp_path: Path) -> None:
     assert f"stopped by --stop.hours {hours:g}, after" in " ".join(ended.stdout.split())
     assert lines_of(run, "eval", "test")[-1]["epoch"] == found["epochs"]
     more = ("--stop.hours", hours * 1.0001, "--output-dir", run, "--allow-change", "stop.hours")
+    helpers.unfinish(run)
     assert helpers.run(*words, *more).returncode == 0
     assert (result_of(run)["stopped_by"], result_of(run)["epochs"]) == ("hours", found["epochs"])  # it was over by then
 
@@ -95,6 +95,7 @@ def test_the_best_is_that_of_the_metric_and_begins_anew_with_another_one(tmp_pat
         lowest = min(lowest, line["loss"])
     assert state["schedule"]["decays"] == decays and state["schedule"]["best"] == -lowest
 
+    helpers.unfinish(run)
     assert main([*words, "--epochs", "6", "--best-metric", "f1", "--allow-change", "epochs"]) == 2
     allowed = ["--allow-change", "epochs", "best-metric"]
     assert main([*words, "--epochs", "6", "--best-metric", "f1", *allowed]) == 0

@@ -177,6 +177,7 @@ ONE_LONG_UPDATE += ("--data.train-limit", 40000, "--batch-size", 40000, "--micro
 def test_second_ctrl_c_stops_at_once_and_names_the_last_checkpoint(tmp_path: Path) -> None:
     short = (*ONE_LONG_UPDATE, "--batch-size", 100, "--stop.updates", 1, "--output-dir", tmp_path / "run")
     assert helpers.run(*short).returncode == 0
+    helpers.unfinish(tmp_path / "run")
     with started(tmp_path / "run", *ONE_LONG_UPDATE, "--allow-change", "batch-size", "stop") as run:
         run.until(lambda: run.status.get("state") == "training")
         run.popen.send_signal(signal.SIGINT)

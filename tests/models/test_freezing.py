@@ -162,6 +162,7 @@ def test_frozen_layers_are_not_told_to_have_lost_their_state(tmp_path: Path) -> 
     for updates in (2, 3, 5):
         done = helpers.run(*words, "--stop.updates", updates, "--allow-change", "stop")
         assert done.returncode == 0 and "no state" not in done.stdout + done.stderr, done.stderr
+        helpers.unfinish(tmp_path / "run")
     assert "continuing after update 3" in done.stdout
 
 

@@ -79,18 +79,16 @@ class Scene:
         self.starts: list[Start] = []
         self.story: list[str] = []
         self._began = time.monotonic()
-        self._so_far = 1  # epochs of the last start: no start asks for fewer than an earlier one
 
-    def start(self, *more: str, epochs: int | None = None) -> Start:
-        """Start the run on some number of processes; by chance for fewer epochs than it has in the end."""
-        self._so_far = epochs or self.chance.randint(self._so_far, self.epochs)
-        words = [*self.words, "--epochs", str(self._so_far), "--output-dir", str(self.run), *more]
+    def start(self, *more: str) -> Start:
+        """Start the run on some number of processes."""
+        words = [*self.words, "--epochs", str(self.epochs), "--output-dir", str(self.run), *more]
         if self.sleepers:
             words += ["--take-over", "true"]  # one of them may still be the owner
         processes = self.chance.choice(self.worlds)
         launcher = processes > 1 and self.chance.random() < 0.1
         log = self.folder / f"start-{len(self.starts)}.log"
-        self.tell(f"start {len(self.starts)}: {processes} processes, {self._so_far} epochs, {' '.join(more)}")
+        self.tell(f"start {len(self.starts)}: {processes} processes, {' '.join(more)}")
         self.starts.append(Start(self.run, log, words, processes, launcher=launcher))
         return self.starts[-1]
 
@@ -136,7 +134,7 @@ class Scene:
         """Let the run come to its end, and all who sleep wake after that."""
         if self.living is not None and self.living.lives:
             self.tell(f"it may end: {self.living.end()}")
-        code = self.start(epochs=self.epochs).end()
+        code = self.start().end()
         check(code == 0, f"the last start ends with {code}:\n{self.starts[-1].output[-2000:]}")
         for sleeper in list(self.sleepers):
             self.wake(sleeper)

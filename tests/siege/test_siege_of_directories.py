@@ -83,10 +83,6 @@ COMMANDS: dict[str, Callable[[Victim, Path], list[object]]] = {  # of a damaged 
     "train": lambda victim, _: [
         "train", victim.run / "config.yaml", *FEW.split(), "--allow-change", "epochs", "--output-dir", victim.run
     ],
-    "train on": lambda victim, _: [
-        "train", victim.run / "config.yaml", *FEW.split(), "--epochs", "3", "--allow-change", "epochs",
-        "--output-dir", victim.run,
-    ],
     "train anew": lambda victim, _: [
         "train", victim.run / "config.yaml", *FEW.split(), "--output-dir", victim.folder / "runs/new"
     ],

@@ -53,7 +53,7 @@ def play(seed: int, place: Path) -> str:
         if codes == [2, 2, 2]:
             return f"{name}, {setting}: refused, {ends[0].stderr.strip()}"
         check(codes == [0, 0, 0], f"exit codes {codes} on 1, 2, 4 processes\n{''.join(end.stderr for end in ends)}")
-        train(place / "4", words, last)
+        train(helpers.unfinish(place / "4"), words, last)
         for other in ("2", "4"):
             differ = differences(place / "1", place / other, exact=bitwise)
             warned = not bitwise and "warning" in ends[0].stderr

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.ci, TIMEOUT]
 EPOCHS = 6
 COMMON = (
     "digits --data.train-limit 480 --data.val-fraction 0.1 --batch-size 48 --log-every-updates 1 "
-    "--checkpoint.every-updates 3 --schedule.name constant --allow-change epochs"
+    "--checkpoint.every-updates 3 --schedule.name constant"
 )
 RECIPES: dict[str, tuple[str, list[int]]] = {  # options, numbers of processes; without --bitwise one of them for all
     "dropout": (

@@ -15,7 +15,7 @@ from accel_train.errors import UserError, reason_of
 from accel_train.launch.environment import in_job
 from accel_train.launch.process import launcher_command, parent_process
 from accel_train.records.directory import environment
-from accel_train.run.start import find_finished_run
+from accel_train.run.start import find_result
 from accel_train.tools.cluster.scheduler import ask
 from accel_train.tools.doctor import check
 from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Finding, judged, on_each_rank, on_main
@@ -86,9 +86,8 @@ def clocks(exam: Examination) -> Finding:
 def time_left(exam: Examination) -> Finding:
     """The run is not finished yet, and the job's time is enough for it."""
     run = exam.config.output_dir
-    finished = None if run is None else find_finished_run(run, exam.config, exam.launch)
-    if finished is not None and finished.result:
-        advice = "Choose another --output-dir; or more --epochs, with --allow-change epochs."
+    if run is not None and find_result(run, exam.config) is not None:
+        advice = "Choose another --output-dir, with --resume to go on from this run's end."
         return Finding(WARN, f"{run} holds a finished run: nothing would be trained", "a run to train", advice)
     end, needed = end_of_job(), exam.measured.get("training_seconds")
     if end is None or needed is None:

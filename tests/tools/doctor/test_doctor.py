@@ -110,6 +110,7 @@ def test_a_training_is_checked_before_its_first_checkpoint(images: Path, tmp_pat
     assert weights[0] == weights[1]
 
     words[-1] = tmp_path / "run"
+    helpers.unfinish(tmp_path / "run")
     again = helpers.python(
         WORKER, images, *words, "--epochs", "2", "--allow-change", "epochs", processes=2, timeout=280, DOCTOR="strict"
     )

@@ -13,6 +13,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import helpers
 import numpy as np
 import pytest
 from browser import CHROMIUM, in_browser
@@ -134,6 +135,7 @@ def test_starts_and_differences_from_the_recipe_are_there(tmp_path: Path, capsys
     run = tmp_path / "run"
     words = ["train", "digits", "--output-dir", str(run), "--optim.lr", "0.02", "--schedule.name", "constant"]
     assert cli.main([*words, "--epochs", "1"]) == 0
+    helpers.unfinish(run)
     assert cli.main([*words, "--epochs", "2", "--allow-change", "epochs"]) == 0
     assert f"report {run}" in capsys.readouterr().out  # the last screen names the command
     with (run / "metrics.jsonl").open("a") as file:
