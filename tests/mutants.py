@@ -159,7 +159,7 @@ MUTANTS = [
            "run/test_ending.py", "exit code 1: a finished run whose checkpoints failed"),
     Mutant(ENDING, "    return len(run.checkpoints.failures) + run.directory.failures", "    return len(run.checkpoints.failures)",
            "run/test_ending.py", "exit code 1: a finished run whose records failed"),
-    Mutant(ENDING, "reason, metrics, _failed_writes(run), others_go_on=others_go_on)", "reason, metrics, others_go_on=others_go_on)",
+    Mutant(ENDING, "reason, metrics, _failed_writes(run))", "reason, metrics)",
            "run/test_ending.py", "exit code 1: an interrupted run whose records failed"),
     Mutant(ENDING, "if checkpoints.last_saved != state.update:", "if checkpoints.last_saved is None:",
            "run/test_ending.py", "a run whose last checkpoint failed is not finished"),

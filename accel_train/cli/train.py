@@ -77,7 +77,7 @@ def _train(arguments: Sequence[str]) -> int:
                 print(text)
         else:
             result = train(config, launch, preflight=preflight_of_start(launch.rank))
-            stopped_by, code = result.stopped_by, int(result.failed_writes > 0 or result.others_go_on)
+            stopped_by, code = result.stopped_by, int(result.failed_writes > 0)
             if result.nothing_left and launch.rank == 0:
                 print_line(f"{result.directory} holds a finished run: {result / 'result.json'}. Nothing is left to do.")
     except UnsavedError as error:  # the run's console has said why

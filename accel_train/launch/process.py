@@ -304,24 +304,9 @@ def only_launcher_set(variable: str, option: str | None = None) -> bool:
 
 
 def restart_count() -> str:
-    """How often the launcher has restarted its processes, which tells their attempts apart in a store that it keeps.
-
-    Each agent of torchrun counts for itself, so that those of one world may differ. But then each attempt has a store
-    of its own: see docs/clusters.md, "Agents that come and go".
-    """
+    """How often the launcher has restarted its processes, which tells their attempts apart in a store that it keeps."""
     keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps else "0"
-
-
-def elastic_id() -> str:
-    """The --rdzv-id of agents of torchrun that restart their processes when one fails (--max-restarts), else ""."""
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    return os.environ.get("TORCHELASTIC_RUN_ID", "") if restarts else ""
-
-
-def other_agents_restart() -> bool:
-    """Whether this process belongs to several such agents: if one is lost, the others go on."""
-    return bool(elastic_id()) and os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
 
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.files import open_to_write
-from accel_train.launch.process import elastic_id, has_ended, hostname, job_id, machine_id, start_time
+from accel_train.launch.process import has_ended, hostname, job_id, machine_id, start_time
 from accel_train.untrusted import is_count, open_regular_file, read_json_object, read_regular_file
 
 FILE = "owner.json"
@@ -53,15 +53,14 @@ class Owner:
     started: str
     """When the process began, see `process.start_time`."""
     job: str
-    """The job's number in the batch system, else the id of agents of torchrun that restart their processes, or ""."""
+    """The job's number in the batch system, or ""."""
     since: float
     """When it became the owner, by its host's clock. Only for messages."""
 
     @classmethod
     def of_this_process(cls) -> Owner:
         token, pid = uuid.uuid4().hex, os.getpid()
-        job = job_id() or elastic_id()
-        return cls(token, hostname(), machine_id(), pid, start_time(pid), job, round(time.time(), 3))
+        return cls(token, hostname(), machine_id(), pid, start_time(pid), job_id(), round(time.time(), 3))
 
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""

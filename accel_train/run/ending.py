@@ -17,17 +17,14 @@ from accelerate.utils import gather_object
 from accel_train.errors import UnsavedError, counted
 from accel_train.launch.accelerator import precision
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.launch.process import FROM_LAUNCHER, MARKER, elastic_id, other_agents_restart, ranges, start_folder
+from accel_train.launch.process import MARKER, start_folder
 from accel_train.ownership.lease import Lease
 from accel_train.records.cost import cost_of
 from accel_train.records.directory import RunDirectory
 from accel_train.records.events import Ended, Noted, Warned
 from accel_train.records.summary import final_metrics, held_out_file, next_steps, result_of, stopped_text
 from accel_train.run.run import Run
-from accel_train.run.stopping import LAUNCHER_DEATH
 from accel_train.untrusted import read_json_object
-
-SPREAD_SECONDS = 3.0  # within which all agents of torchrun send SIGTERM when one has joined
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,6 @@ class TrainingResult(os.PathLike[str]):
     """Checkpoints and records that could not be written on the way; the console has warned of them."""
     nothing_left: bool = False
     """The run was finished before, and nothing was trained."""
-    others_go_on: bool = False
-    """Only some agents of torchrun have left the run: the others start their processes again, but only if these fail.
-    If one ended with 0, they would take the run for finished."""
     objects: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The objects of the program that were trained with: option ("model.name") -> object. Pickled, it has none."""
 
@@ -85,8 +79,9 @@ def interrupt(run: Run) -> TrainingResult:
     """
     run.save(wait=True)
     run.stop_requests.end()
-    reason, others_go_on = _reason(run)
-    return _end(run, partial(_interrupt, reason=reason, others_go_on=others_go_on))
+    reasons = gather_object([run.stop_requests.reason])
+    reason = next(filter(None, reasons), "another process's signal")
+    return _end(run, partial(_interrupt, reason=reason))
 
 
 def mark_finished(accelerator: Accelerator, lease: Lease, result: Mapping[str, Any]) -> None:
@@ -157,19 +152,16 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
     return TrainingResult(folder, True, result["stopped_by"], result, _failed_writes(run))
 
 
-def _interrupt(run: Run, *, reason: str, others_go_on: bool) -> TrainingResult | UnsavedError:
+def _interrupt(run: Run, *, reason: str) -> TrainingResult | UnsavedError:
     checkpoints, state, directory = run.checkpoints, run.state, run.directory
     run.ledger.end(finished=False)
-    go_on = None if others_go_on else run.resume_command
-    if elastic_id() and reason in FROM_LAUNCHER:
-        go_on = f"by itself if another agent has joined. If not: {go_on}"
     run.emit(Noted("interrupted", {"update": state.update, "reason": reason}))
     by = "Ctrl-C" if reason == "SIGINT" else reason
     stopped = f"Stopped by {by} after update {state.update} of {run.pace.total_updates}"
     newest, shown, problem = checkpoints.newest(), {"run": str(directory.path)}, ""
     if newest is not None and checkpoints.last_saved == state.update:
         title = f"{stopped}; nothing is lost."
-        if go_on is not None and not directory.ask_for_requeue(state.update):
+        if not directory.ask_for_requeue(state.update):
             shown["job"] = f"{MARKER} could not be written: a job script will not start the run again"
     else:
         title = f"{stopped}, but this could not be saved."
@@ -178,32 +170,16 @@ def _interrupt(run: Run, *, reason: str, others_go_on: bool) -> TrainingResult |
         if newest is not None and (checkpoints.last_saved or 0) > run.ledger.start.first_update:
             directory.ask_for_requeue(checkpoints.last_saved or 0)
         problem = f"{title} Kept: {checkpoints.kept}."
-    commands = {"go on": go_on or "by itself, without that process"}
-    if go_on == run.resume_command and start_folder() is not None and "SLURM_JOB_ID" in os.environ:
+    commands = {"go on": run.resume_command}
+    if start_folder() is not None and "SLURM_JOB_ID" in os.environ:
         commands = {}  # `accel-train after-job` says at the end of the job what follows, with the options of sbatch
     state_now, status = ("failed", {"reason": problem}) if problem else ("interrupted", {})
     run.emit(Ended(state.update, state_now, title, shown, commands, status=status, stopped_by=reason))
     if problem:
         return UnsavedError(problem, stopped_by=reason)
     metrics = {"epochs": run.setup.plan.epochs_until(state.epoch, state.epoch_samples), "updates": state.update}
-    return TrainingResult(directory.path, False, reason, metrics, _failed_writes(run), others_go_on=others_go_on)
+    return TrainingResult(directory.path, False, reason, metrics, _failed_writes(run))
 
 
 def _failed_writes(run: Run) -> int:
     return len(run.checkpoints.failures) + run.directory.failures
-
-
-def _reason(run: Run) -> tuple[str, bool]:
-    """Why the run was asked to stop, and whether only some agents leave, so that the others go on. Collective."""
-    deadline = time.monotonic() + SPREAD_SECONDS
-    while True:
-        reasons = gather_object([run.stop_requests.reason])
-        first = next(filter(None, reasons), "another process's signal")
-        asked = [rank for rank, reason in enumerate(reasons) if reason]
-        # The file STOP and the warning before a job's end are meant for all, and at a joining all agents send SIGTERM.
-        leaves = set(reasons) <= {"", "SIGINT", LAUNCHER_DEATH, *FROM_LAUNCHER} and len(asked) < len(reasons)
-        if not (leaves and other_agents_restart()):
-            return first, False
-        if broadcast_from_main(run.accelerator, lambda: time.monotonic() > deadline):
-            return f"{first} (rank {ranges(asked)})", True
-        time.sleep(0.2)

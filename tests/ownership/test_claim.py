@@ -89,19 +89,6 @@ def test_the_same_job_waits_for_the_end_of_its_older_step(
     older.wait()
 
 
-def test_elastic_agents_wait_for_the_owner_on_a_lost_host(
-    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    forge(tmp_path)
-    with pytest.raises(UserError, match="has an owner"):  # without --max-restarts nobody would start it again
-        claim(tmp_path)
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    lease = claim(tmp_path)
-    assert lease.owner is not None and lease.owner.job == "mine"
-    lease.release()
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("content", ["", '{"token": 3}'])
 def test_an_owner_file_that_is_none_is_nobodys_after_a_while(quick: None, tmp_path: Path, content: str) -> None:
