@@ -27,7 +27,7 @@ from accel_train.user_code.reference import provided, take_objects
 
 if TYPE_CHECKING:
     from accel_train.config.schema import Config
-    from accel_train.run.ending import TrainingResult
+    from accel_train.run.run import TrainingResult
     from accel_train.tools.audit import AuditResult
     from accel_train.tools.evaluate_run import EvaluationResult
     from accel_train.tools.export.export import ExportResult

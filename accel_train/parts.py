@@ -29,11 +29,11 @@ from accel_train.keyed import hashed, key, uniform, uniforms
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.agreement import broadcast_from_main, check_agreement, check_shared_directory, end_world
 from accel_train.launch.environment import prepare_environment, print_error
+from accel_train.launch.stopping import StopAskedError, StopRequests
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
 from accel_train.optim.bitwise import compute_deterministically, seed_pass, what_bits_depend_on
 from accel_train.optim.performance import set_defaults
 from accel_train.ownership.lease import Claim, LostError, claim_run
-from accel_train.run.stopping import StopAskedError, StopRequests
 
 __all__ = [
     "EvaluationSampler", "ExactGradients", "IndexBatch", "LostError", "Plan", "StopAskedError", "StopRequests",

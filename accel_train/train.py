@@ -11,7 +11,7 @@ What `train` uses is in these packages:
     the order of samples    data/order/             the learning rate     optim/schedule.py
     forward and backward    step.py                 metrics               task.py, evaluate.py, records/metrics.py
     checkpoints             checkpoint/             who owns a run        ownership/
-    signals and stops       run/stopping.py         the end of a run      run/ending.py
+    signals and stops       launch/stopping.py         the end of a run      run/run.py
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ from accel_train.data.loading import start_workers_early
 from accel_train.evaluate import Batch
 from accel_train.launch.agreement import broadcast_from_main, fail_together, naming_lost_processes
 from accel_train.launch.environment import Launch
+from accel_train.launch.stopping import StopAskedError, StopRequests
 from accel_train.optim.performance import LESS_MEMORY, memory_advice
 from accel_train.records.metrics import create_own_metrics
 from accel_train.records.summary import plan_text
-from accel_train.run.ending import TrainingResult, finish, interrupt, mark_finished
 from accel_train.run.observers import check_observers
-from accel_train.run.run import Run
+from accel_train.run.run import Run, TrainingResult, finish, interrupt
 from accel_train.run.start import claim_directory, find_result, find_start, load_data
-from accel_train.run.stopping import StopAskedError, StopRequests
 from accel_train.task import LOWER_IS_BETTER
 from accel_train.training_setup import Preflight, TrainingSetup, connect, create_training_setup, import_libraries
 
@@ -83,7 +82,6 @@ def train(
             config = dataclasses.replace(config, output_dir=directory)
             result = broadcast_from_main(accelerator, lambda: find_result(directory, config))
             if result is not None:  # nothing is left to train
-                mark_finished(accelerator, lease, result)
                 return TrainingResult(directory, True, result.get("stopped_by"), result, nothing_left=True)
             finish_preflight = None if preflight is None or start.resumes else preflight(config, launch, accelerator)
 

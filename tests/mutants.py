@@ -46,13 +46,13 @@ class Mutant(NamedTuple):
 
 DIRECTORY, STORE, STATE = "checkpoint/directory.py", "checkpoint/store.py", "checkpoint/train_state.py"
 LEASE, OWNER = "ownership/lease.py", "ownership/owner.py"
-STOPPING, START, ENDING, NONFINITE = (f"run/{name}.py" for name in ("stopping", "start", "ending", "nonfinite"))
+START, NONFINITE = "run/start.py", "run/nonfinite.py"
 RUN, WATCHDOG = "run/run.py", "run/watchdog.py"
 PLAN, SAMPLERS = "data/order/plan.py", "data/order/samplers.py"
 PARAMETERS, BATCH, IMAGE = (f"data/transforms/{name}.py" for name in ("parameters", "batch", "image"))
 TASK, METRICS, EVALUATE, RECORDS = "task.py", "records/metrics.py", "evaluate.py", "records/directory.py"
 VIRTUAL, KEYS = "models/batchnorm.py", "models/dropout.py"
-AGREEMENT, ACCELERATOR = "launch/agreement.py", "launch/accelerator.py"
+AGREEMENT, ACCELERATOR, STOPPING = (f"launch/{name}.py" for name in ("agreement", "accelerator", "stopping"))
 OPTIONS = "config/options.py"
 
 MUTANTS = [
@@ -140,28 +140,28 @@ MUTANTS = [
     Mutant(OWNER, ", \"xb\").close()", ", \"wb\").close()",
            "ownership/test_generation.py", "two owners never have the same generation"),
     # The run
-    Mutant(STOPPING, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN",
-           "run/test_stop_requests.py", "a request to one process stops all of them"),
+    Mutant(STOPPING, "torch.distributed.ReduceOp.MAX", "torch.distributed.ReduceOp.MIN",
+           "launch/test_stop_requests.py", "a request to one process stops all of them"),
     Mutant(STOPPING, "saves > self.saves_done or self._save_is_pending", "saves > self.saves_done",
-           "run/test_stop_requests.py", "a save that is requested during an evaluation is made after it"),
+           "launch/test_stop_requests.py", "a save that is requested during an evaluation is made after it"),
     Mutant(STOPPING, "if self.saves_requested == self.saves_done:", "if True:",
-           "run/test_stop_requests.py", "one request at a time: one save"),
+           "launch/test_stop_requests.py", "one request at a time: one save"),
     Mutant(STOPPING, "self.reason = self.reason or recorded_stop_signal()", "self.reason = self.reason",
-           "run/test_stop_requests.py", "a signal during the imports is obeyed"),
+           "launch/test_stop_requests.py", "a signal during the imports is obeyed"),
     Mutant(STOPPING, "now - self.last_save > self.save_every_seconds", "now - self.last_poll > self.save_every_seconds",
-           "run/test_stop_requests.py", "the clock saves after so many seconds without a save"),
+           "launch/test_stop_requests.py", "the clock saves after so many seconds without a save"),
     Mutant(START, "    if result is not None and is_late(run, result):\n        return None\n", "",
            "run/test_finished.py", "a result that an earlier owner wrote late finishes no run"),
     Mutant(START, "if key in END_KEYS or affects_learning(key, config.schedule.name)]",
            "if affects_learning(key, config.schedule.name)]",
            "run/test_finished.py", "a finished run of fewer epochs is not what was asked for"),
-    Mutant(ENDING, "    return len(run.checkpoints.failures) + run.directory.failures", "    return run.directory.failures",
+    Mutant(RUN, "    return len(run.checkpoints.failures) + run.directory.failures", "    return run.directory.failures",
            "run/test_ending.py", "exit code 1: a finished run whose checkpoints failed"),
-    Mutant(ENDING, "    return len(run.checkpoints.failures) + run.directory.failures", "    return len(run.checkpoints.failures)",
+    Mutant(RUN, "    return len(run.checkpoints.failures) + run.directory.failures", "    return len(run.checkpoints.failures)",
            "run/test_ending.py", "exit code 1: a finished run whose records failed"),
-    Mutant(ENDING, "reason, metrics, _failed_writes(run))", "reason, metrics)",
+    Mutant(RUN, "reason, metrics, _failed_writes(run))", "reason, metrics)",
            "run/test_ending.py", "exit code 1: an interrupted run whose records failed"),
-    Mutant(ENDING, "if checkpoints.last_saved != state.update:", "if checkpoints.last_saved is None:",
+    Mutant(RUN, "if checkpoints.last_saved != state.update:", "if checkpoints.last_saved is None:",
            "run/test_ending.py", "a run whose last checkpoint failed is not finished"),
     Mutant(NONFINITE, "            buffer.copy_(before)", "            pass",
            "run/test_guard.py", "a skipped update leaves BatchNorm's statistics as they were"),

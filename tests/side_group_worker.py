@@ -14,7 +14,7 @@ launch = prepare_environment()
 import torch  # noqa: E402
 
 from accel_train.launch.accelerator import create_accelerator  # noqa: E402
-from accel_train.run.stopping import StopRequests  # noqa: E402
+from accel_train.launch.stopping import StopRequests  # noqa: E402
 
 code = 0
 create_accelerator(launch, rendezvous_seconds=60)

@@ -230,7 +230,7 @@ else:
     tell(train(*again))
     result = train(*again)
     tell(result)
-    assert result.nothing_left and Path(result) == Path("run") and (result / "result.json").is_file()
+    assert result.nothing_left and Path(result) == Path("run") and (result.directory / "result.json").is_file()
     assert load_run(result).result == result.metrics
 """
     (stopped,) = told(helpers.python("-c", script, cwd=tmp_path))

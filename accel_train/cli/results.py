@@ -259,7 +259,7 @@ def _read_run(path: Path) -> Run:
     elif not has_begun:
         state = "not begun"
     elif state not in ("finished", "interrupted", "failed"):  # it ended without a word
-        state = "stale"
+        state = "finished" if result else "stale"  # or right after it had written its result
     epoch = _epoch(path, status) if has_begun else ""
     return Run(path, str(state), epoch, _accuracy(path, result), changed, owner, job)
 

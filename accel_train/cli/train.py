@@ -18,7 +18,8 @@ from accel_train.data.sources.root import check_root
 from accel_train.errors import UnsavedError, UserError, nearest, print_line, writing
 from accel_train.files import atomic_write
 from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process, prepare_environment
-from accel_train.launch.process import CODE, record_stop_signal, recorded, start_folder, stop_signals, tell_job_script
+from accel_train.launch.process import CODE, start_folder, tell_job_script
+from accel_train.launch.stopping import record_stop_signal, recorded, stop_signals
 
 if TYPE_CHECKING:
     from accel_train.tools.doctor.check import Finding
@@ -79,7 +80,8 @@ def _train(arguments: Sequence[str]) -> int:
             result = train(config, launch, preflight=preflight_of_start(launch.rank))
             stopped_by, code = result.stopped_by, int(result.failed_writes > 0)
             if result.nothing_left and launch.rank == 0:
-                print_line(f"{result.directory} holds a finished run: {result / 'result.json'}. Nothing is left to do.")
+                file = result.directory / "result.json"
+                print_line(f"{result.directory} holds a finished run: {file}. Nothing is left to do.")
     except UnsavedError as error:  # the run's console has said why
         stopped_by, code = error.stopped_by, 1
     end_world()

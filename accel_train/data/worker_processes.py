@@ -33,7 +33,8 @@ from accel_train.data.compat import (
     start_fork_server,
     start_resource_tracker,
 )
-from accel_train.launch.process import ENDINGS, WARNINGS, available_cores, stacks_file
+from accel_train.launch.process import available_cores, stacks_file
+from accel_train.launch.stopping import ENDINGS, WARNINGS
 
 WORKERS = "accel_train.data.workers"
 """The module of the data workers."""

@@ -8,7 +8,6 @@ older one, and only the newer one is read: https://docs.pytorch.org/docs/stable/
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from torch import distributed
 
 from accel_train.errors import UserError, how_to_get, reason_of
+from accel_train.launch.agreement import connecting
 from accel_train.launch.compat import set_collective_timeout, set_store_timeout
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import gpu_asked_for, hostname, is_yes
@@ -224,26 +224,6 @@ def launcher_variables(file: str, launch: Launch) -> Mapping[str, str]:
         environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(arguments.main_process_port)}
     return environment
-
-
-@contextlib.contextmanager
-def connecting() -> Iterator[None]:
-    """Turn gloo's errors while it creates a group, and connects all processes with each other, into a UserError.
-
-    gloo listens at the address to which this host resolves its own name. The other hosts may be unable to reach it.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        # torch.distributed.DistStoreError: the address of another one did not come in time
-        if not isinstance(error, distributed.DistStoreError) and "gloo" not in str(error).lower():
-            raise
-        raise UserError(
-            f"The processes cannot connect to each other ({hostname()}: {reason_of(error, 200)}). If one has failed, "
-            "see its message. Each listens at the address of its host's name. Set GLOO_SOCKET_IFNAME on all nodes to "
-            "the interface that they share.",
-            every_process=False,
-        ) from error
 
 
 def start_seconds(hang_seconds: float) -> float:

@@ -51,6 +51,26 @@ def broadcast_from_main(accelerator: Accelerator, decide: Callable[[], T]) -> T:
 
 
 @contextmanager
+def connecting() -> Iterator[None]:
+    """Turn gloo's errors while it creates a group, and connects all processes with each other, into a UserError.
+
+    gloo listens at the address to which this host resolves its own name. The other hosts may be unable to reach it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # torch.distributed.DistStoreError: the address of another one did not come in time
+        if not isinstance(error, torch.distributed.DistStoreError) and "gloo" not in str(error).lower():
+            raise
+        raise UserError(
+            f"The processes cannot connect to each other ({hostname()}: {reason_of(error, 200)}). If one has failed, "
+            "see its message. Each listens at the address of its host's name. Set GLOO_SOCKET_IFNAME on all nodes to "
+            "the interface that they share.",
+            every_process=False,
+        ) from error
+
+
+@contextmanager
 def naming_lost_processes() -> Iterator[None]:
     """Turn a collective's error into a UserError, where no watchdog does: another process was killed, or has failed."""
     try:

@@ -1,10 +1,6 @@
 """This process, its host and its cores, and the processes above it: the launcher, the shell, Slurm. Without torch.
 
 A process number alone does not tell whether a process still exists, as it is reused.
-
-Importing torch takes seconds. A cluster's warning that came during that time would kill the program, or be lost where
-the job script ignores it. So the signals that ask for a stop are recorded here, and `run.stopping.StopRequests` obeys
-them later.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import psutil
 
@@ -307,43 +303,3 @@ def restart_count() -> str:
     """How often the launcher has restarted its processes, which tells their attempts apart in a store that it keeps."""
     keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps else "0"
-
-
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
-"""The signals that clusters send. Ctrl-C is not one of them: before there is something to save, it ends the program."""
-
-ENDINGS = (signal.SIGHUP, signal.SIGXCPU)
-"""Of a terminal or ssh session that closes, and of a limit of processor time (`ulimit -t`)."""
-
-FROM_LAUNCHER = ("SIGTERM", "SIGHUP")
-"""The signals that a launcher passes on to its ranks when it ends. It sends SIGKILL 30 s later."""
-
-recorded: list[int] = []
-"""Those that have come until now."""
-
-
-def recorded_stop_signal() -> str:
-    """The name of the latest warning that was recorded, or ""."""
-    return signal.Signals(recorded[-1]).name if recorded else ""
-
-
-def warning_to_job_script() -> str:
-    """What to call the warning that the job script has noted during this start of the job; "" if there was none."""
-    start = start_folder()
-    return "the warning before the job's end" if start is not None and (start / WARNED).exists() else ""
-
-
-def stop_signals() -> list[signal.Signals]:
-    """The signals that ask this process for a stop: of ENDINGS, those that would otherwise end it.
-
-    So nohup's choice to ignore SIGHUP holds, and so does the handler of a program that embeds this one.
-    """
-    return [
-        *WARNINGS,
-        *(number for number in ENDINGS if signal.getsignal(number) in (signal.SIG_DFL, record_stop_signal)),
-    ]
-
-
-def record_stop_signal(number: int, _frame: Any = None) -> None:
-    """Record a warning; a signal's handler."""
-    recorded.append(number)

@@ -18,7 +18,8 @@ from torch import distributed
 
 from accel_train.errors import UserError, reason_of
 from accel_train.launch.environment import Launch, allocated_hosts
-from accel_train.launch.process import FROM_LAUNCHER, hostname, ranges, recorded_stop_signal, restart_count
+from accel_train.launch.process import hostname, ranges, restart_count
+from accel_train.launch.stopping import FROM_LAUNCHER, recorded_stop_signal
 
 AFTER_SIGTERM_SECONDS = 15.0  # launchers send SIGKILL 30 s after it
 VERDICT_SECONDS = 5.0  # for rank 0 to write whether all is well

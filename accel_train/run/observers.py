@@ -10,8 +10,8 @@ import copy
 from collections.abc import Iterable, Sequence
 
 from accel_train.errors import LOGGER, UserError, nearest, one_line
+from accel_train.launch.stopping import StopRequests
 from accel_train.records.events import Ended, Evaluated, Event, Logged, SaveCommitted, Started, UpdateDone
-from accel_train.run.stopping import StopRequests
 
 METHODS = ("on_start", "on_update", "on_evaluation", "on_checkpoint", "on_end")
 REQUESTS = ("save", "stop")

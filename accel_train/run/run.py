@@ -1,12 +1,18 @@
-"""One run around its training loop: its directory, checkpoints, records, signals and watchdog."""
+"""One run around its training loop: its directory, checkpoints, records, signals and watchdog; and how its start ends.
+
+Finished or interrupted: all that it should leave is written, or UnsavedError is raised.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -16,16 +22,18 @@ from accel_train.checkpoint.directory import checkpoint_path
 from accel_train.checkpoint.store import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.data.loading import evaluation_batch_size
-from accel_train.errors import EvaluationError, is_terminal, one_line
+from accel_train.errors import EvaluationError, UnsavedError, counted, is_terminal, one_line
 from accel_train.evaluate import Batch, evaluate
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
+from accel_train.launch.process import MARKER, start_folder
+from accel_train.launch.stopping import StopRequests
 from accel_train.models.verdict import raise_unused_parameters_advice
 from accel_train.models.wrapping import broadcast_buffers
 from accel_train.optim.performance import evaluation_advice, memory_advice, raise_memory_advice, training_advice
 from accel_train.ownership.lease import Lease
 from accel_train.records.console import Console
-from accel_train.records.cost import Ledger
+from accel_train.records.cost import Ledger, cost_of
 from accel_train.records.directory import RunDirectory, environment
 from accel_train.records.events import (
     Closed,
@@ -47,9 +55,20 @@ from accel_train.records.events import (
 )
 from accel_train.records.meter import Meter, Stopwatch
 from accel_train.records.metrics import Evaluation
-from accel_train.records.summary import data_record, describe, model_info_of, resume_command, resumed_text
+from accel_train.records.summary import (
+    data_record,
+    describe,
+    final_metrics,
+    held_out_file,
+    model_info_of,
+    next_steps,
+    result_of,
+    resume_command,
+    resumed_text,
+    stopped_text,
+)
 from accel_train.run.nonfinite import Guard
-from accel_train.run.stopping import StopRequests
+from accel_train.run.start import restore
 from accel_train.run.watchdog import Watchdog
 from accel_train.training_setup import TrainingSetup
 from accel_train.untrusted import read_json_object
@@ -104,7 +123,7 @@ class Run:
             schedule=setup.schedule,
             table=setup.splits.table,
         )
-        self.state, self.resumed = _restore(setup, self.checkpoints)
+        self.state, self.resumed = restore(setup, self.checkpoints)
         self.ledger = Ledger(
             self.directory,
             launch=setup.launch,
@@ -319,18 +338,6 @@ class Run:
         return self.evaluations[name]
 
 
-def _restore(setup: TrainingSetup, checkpoints: Checkpoints) -> tuple[TrainState, bool]:
-    """The position of the run, and whether it resumes from a checkpoint. Raises UserError."""
-    config, accelerator = setup.config, setup.accelerator
-    broadcast_from_main(accelerator, checkpoints.check_writable)
-    # The model does not have the weights that the run began from: only a checkpoint's will do.
-    waits = setup.from_checkpoint and config.resume == "auto"
-    restored = checkpoints.restore("must" if waits else config.resume, config.allow_change)
-    state = restored or TrainState()
-    state.check_position(setup.plan.samples, checkpoints.folder)
-    return state, restored is not None
-
-
 def _write_metadata(setup: TrainingSetup, directory: RunDirectory, update: int) -> list[str]:
     """Write the run's settings, model's input and classes, data, devices and user's code; return notes."""
     info = model_info_of(setup.config, setup.splits, setup.image_size)
@@ -425,3 +432,135 @@ def _rate_note(setup: TrainingSetup, checkpoints: Checkpoints) -> str:
     if before is None or abs(rate - before) <= 1e-3 * max(rate, before):
         return ""
     return f"the learning rate goes from {before:.3g} to {rate:.3g}, because of the changed settings"
+
+
+@dataclass(frozen=True)
+class TrainingResult(os.PathLike[str]):
+    """How a training has ended: the same on all processes. It is also the path of the run's directory."""
+
+    directory: Path
+    finished: bool
+    """False if it was asked to stop: the same call continues it."""
+    stopped_by: str | None
+    """Of a finished run "epochs", "updates", "patience" or "hours"; else what asked: "SIGUSR1", or "the file STOP"."""
+    metrics: Mapping[str, Any] = field(repr=False)
+    """Those of result.json; of a run that is not finished only its "epochs" and "updates"."""
+    failed_writes: int = 0
+    """Checkpoints and records that could not be written on the way; the console has warned of them."""
+    nothing_left: bool = False
+    """The run was finished before, and nothing was trained."""
+    objects: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The objects of the program that were trained with: option ("model.name") -> object. Pickled, it has none."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "objects": {}}
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
+
+
+def finish(run: Run) -> TrainingResult:
+    """End a run that is trained and tested. Collective.
+
+    Raises UnsavedError, on all processes, if the final weights or the result could not be written.
+    """
+    run.stop_requests.end()
+    return _end(run, _finish)
+
+
+def interrupt(run: Run) -> TrainingResult:
+    """Save and end a run that was asked to stop. Collective.
+
+    Raises UnsavedError, on all processes, if the checkpoint could not be written.
+    """
+    run.save(wait=True)
+    run.stop_requests.end()
+    reasons = gather_object([run.stop_requests.reason])
+    reason = next(filter(None, reasons), "another process's signal")
+    return _end(run, partial(_interrupt, reason=reason))
+
+
+def _end(run: Run, decide: Callable[[Run], TrainingResult | UnsavedError]) -> TrainingResult:
+    outcome = broadcast_from_main(run.accelerator, lambda: decide(run))
+    run.accelerator.wait_for_everyone()  # if one process left first, its launcher would end the others
+    if isinstance(outcome, UnsavedError):
+        raise outcome
+    return outcome
+
+
+def _finish(run: Run) -> TrainingResult | UnsavedError:
+    checkpoints, config, state, splits = run.checkpoints, run.config, run.state, run.setup.splits
+    folder = run.directory.path
+    run.report_saves()
+    if checkpoints.last_saved != state.update:
+        reason = f"the final checkpoint could not be written; kept: {checkpoints.kept}"
+        title = "The final weights could not be saved: the run is not finished."
+        shown, commands = {"kept": checkpoints.kept, "run": str(folder)}, {"after freeing space": run.resume_command}
+        run.emit(Ended(state.update, "failed", title, shown, commands, status={"reason": reason}))
+        return UnsavedError(f"{title} Kept: {checkpoints.kept}. After freeing space: {run.resume_command}")
+    problem = checkpoints.unpublished
+    run.ledger.end(finished=not problem)
+    last, task, epoch = run.evaluations, splits.task, state.current_epoch(config, run.setup.plan)
+    result = result_of(config, run.setup.plan, len(splits.to_train_on), state, last, task) | {
+        "precision": precision(run.accelerator),
+        "warm_up_seconds": run.stopwatch.warm_up,  # like wall_seconds, of the last start
+        "wall_seconds": time.monotonic() - run.began,
+        "cost": cost_of(run.ledger.starts),
+    }
+    if not (problem or run.directory.result(result)):
+        problem = f"{folder}/result.json could not be written"
+    if problem:
+        problem += ": the run is not finished."
+    if stopped := stopped_text(config, run.setup.plan, state, task):
+        run.emit(Noted(f"stopped: {stopped}", {"update": state.update}))
+    epochs = f"{result['epochs']:g} of " * (result["stopped_by"] != "epochs") + counted(config.epochs, "epoch")
+    run.emit(
+        Ended(
+            state.update,
+            "failed" if problem else "finished",
+            f"{config.recipe}: {epochs}, {counted(state.update, 'update')}",
+            final_metrics(result, state, last, stopped, folder, task.evaluation_metrics(config.metrics)),
+            next_steps(folder, held_out_file(splits)),
+            status={"epoch": epoch, "eta_seconds": 0} | ({"reason": problem} if problem else {}),
+            result=None if problem else result,
+            stopped_by=result["stopped_by"],
+        )
+    )
+    if problem:
+        problem += f" After freeing space: {run.resume_command}"
+        run.emit(Warned(problem))
+        return UnsavedError(problem)
+    return TrainingResult(folder, True, result["stopped_by"], result, _failed_writes(run))
+
+
+def _interrupt(run: Run, *, reason: str) -> TrainingResult | UnsavedError:
+    checkpoints, state, directory = run.checkpoints, run.state, run.directory
+    run.ledger.end(finished=False)
+    run.emit(Noted("interrupted", {"update": state.update, "reason": reason}))
+    by = "Ctrl-C" if reason == "SIGINT" else reason
+    stopped = f"Stopped by {by} after update {state.update} of {run.pace.total_updates}"
+    newest, shown, problem = checkpoints.newest(), {"run": str(directory.path)}, ""
+    if newest is not None and checkpoints.last_saved == state.update:
+        title = f"{stopped}; nothing is lost."
+        if not directory.ask_for_requeue(state.update):
+            shown["job"] = f"{MARKER} could not be written: a job script will not start the run again"
+    else:
+        title = f"{stopped}, but this could not be saved."
+        shown = {"kept": checkpoints.kept, **shown}
+        # Without a checkpoint of its own this start made no progress, nor would the next: do not requeue for ever.
+        if newest is not None and (checkpoints.last_saved or 0) > run.ledger.start.first_update:
+            directory.ask_for_requeue(checkpoints.last_saved or 0)
+        problem = f"{title} Kept: {checkpoints.kept}."
+    commands = {"go on": run.resume_command}
+    if start_folder() is not None and "SLURM_JOB_ID" in os.environ:
+        commands = {}  # `accel-train after-job` says at the end of the job what follows, with the options of sbatch
+    state_now, status = ("failed", {"reason": problem}) if problem else ("interrupted", {})
+    run.emit(Ended(state.update, state_now, title, shown, commands, status=status, stopped_by=reason))
+    if problem:
+        return UnsavedError(problem, stopped_by=reason)
+    metrics = {"epochs": run.setup.plan.epochs_until(state.epoch, state.epoch_samples), "updates": state.update}
+    return TrainingResult(directory.path, False, reason, metrics, _failed_writes(run))
+
+
+def _failed_writes(run: Run) -> int:
+    return len(run.checkpoints.failures) + run.directory.failures

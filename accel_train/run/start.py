@@ -1,4 +1,5 @@
-"""What a start begins from: a finished run, its weights (published, a file's, its own checkpoint's) and its data.
+"""What a start begins from: a finished run, its weights (published, a file's, its own checkpoint's), its data, and the
+position of a run that goes on.
 
 result.json says that a run is finished: either nothing is left to do, or the start is refused. The content is checked:
 a damaged result does not finish the run, and the result of other settings is not the result that is asked for.
@@ -18,6 +19,8 @@ from accelerate import Accelerator
 from accel_train import __version__
 from accel_train.checkpoint.directory import MANIFEST, BrokenError, find_newest_checkpoint, verify_files
 from accel_train.checkpoint.reading import find_weights
+from accel_train.checkpoint.store import Checkpoints
+from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import (
     END_KEYS,
     affects_learning,
@@ -39,6 +42,7 @@ from accel_train.ownership.owner import is_late
 from accel_train.records.directory import begin_start, code_facts
 from accel_train.records.model_info import FILE, ModelInfo, read_model_info
 from accel_train.records.summary import check_best_metric
+from accel_train.training_setup import TrainingSetup
 from accel_train.untrusted import json_object, read_regular_file
 from accel_train.user_code.reference import parse_reference
 
@@ -177,6 +181,18 @@ def load_data(config: Config, accelerator: Accelerator, stopped: Callable[[], st
         **(what_bits_depend_on(accelerator) if config.bitwise else {}),
     )
     return splits
+
+
+def restore(setup: TrainingSetup, checkpoints: Checkpoints) -> tuple[TrainState, bool]:
+    """The position of the run, and whether it resumes from a checkpoint. Raises UserError."""
+    config, accelerator = setup.config, setup.accelerator
+    broadcast_from_main(accelerator, checkpoints.check_writable)
+    # The model does not have the weights that the run began from: only a checkpoint's will do.
+    waits = setup.from_checkpoint and config.resume == "auto"
+    restored = checkpoints.restore("must" if waits else config.resume, config.allow_change)
+    state = restored or TrainState()
+    state.check_position(setup.plan.samples, checkpoints.folder)
+    return state, restored is not None
 
 
 def _on_main(config: Config, path: Path) -> tuple[bool, Origin, Weights | None]:

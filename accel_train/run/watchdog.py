@@ -40,15 +40,14 @@ from accel_train.launch.accelerator import collective_seconds, start_seconds
 from accel_train.launch.compat import process_group_store, set_collective_timeout
 from accel_train.launch.process import (
     CODE,
-    FROM_LAUNCHER,
     has_ended,
     hostname,
     restart_count,
     tell_job_script,
     write_stacks,
 )
+from accel_train.launch.stopping import FROM_LAUNCHER, LAUNCHER_DEATH, StopRequests
 from accel_train.records.directory import RunDirectory
-from accel_train.run.stopping import LAUNCHER_DEATH, StopRequests
 
 Batch = TypeVar("Batch")
 

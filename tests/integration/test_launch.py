@@ -280,11 +280,11 @@ def test_rank_0_missing_port_taken_rank_twice_and_world_unlike() -> None:
 MEETING = """
 import os, signal, sys, threading
 from accel_train.errors import UserError
-from accel_train.launch import environment, process, rendezvous
+from accel_train.launch import environment, rendezvous, stopping
 rendezvous.AFTER_SIGTERM_SECONDS = 1.0
 if "SIGNALLED" in os.environ:
     threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-signal.signal(signal.SIGTERM, process.record_stop_signal)
+signal.signal(signal.SIGTERM, stopping.record_stop_signal)
 try:
     store = rendezvous.rendezvous_of_ranks(environment.prepare_environment(), "GPU-1", 100)
 except UserError as error:

@@ -10,9 +10,9 @@ import helpers
 import pytest
 
 from accel_train.errors import UserError
+from accel_train.launch.stopping import StopRequests
 from accel_train.records.events import Ended, Evaluated, SaveCommitted, Started, UpdateDone
 from accel_train.run.observers import METHODS, Observers, check_observers
-from accel_train.run.stopping import StopRequests
 
 
 class Good:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -231,9 +230,6 @@ def compare(run: Path, whole: Path) -> None:
         for path in [*run.glob("checkpoints/*broken*"), *run.glob("checkpoints/.*"), *run.glob("owner*")]
     ]
     check(not left, f"it leaves behind {left}")
-    check(
-        json.loads((run / "status.json").read_text())["state"] == "finished", "status.json does not say it is finished"
-    )
 
 
 def plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

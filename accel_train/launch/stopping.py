@@ -1,5 +1,9 @@
 """When to save and when to stop: requests by signals, files and the clock, on which all processes agree.
 
+Importing torch takes seconds. A cluster's warning that came during that time would kill the program, or be lost where
+the job script ignores it. So the command line has the signals recorded before that, this file imports torch only when
+training begins, and `StopRequests` obeys what was recorded.
+
 All processes must act on a request at the same update, or some wait in a collective for others that have left. So at
 the end of each update an all-reduce of two integers combines the requests of all processes, on the host, through a
 separate gloo group. It runs in the background while the next update computes, and is read at the end of that update:
@@ -18,23 +22,56 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from accel_train.errors import UserError, print_line
-from accel_train.launch.accelerator import connecting
-from accel_train.launch.compat import set_collective_timeout
 from accel_train.launch.environment import in_job
-from accel_train.launch.process import record_stop_signal, recorded_stop_signal, stop_signals, warning_to_job_script
+from accel_train.launch.process import WARNED, start_folder
 
 Batch = TypeVar("Batch")
 
 POLL_SECONDS = 1.0  # between two checks for the files STOP and SAVE
 LAUNCHER_DEATH = "the launcher's death"  # a reason to stop
 ECHO_SECONDS = 1.0  # one Ctrl-C comes twice: from the terminal, and from the launcher, which passes it on
+
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
+"""The signals that clusters send. Ctrl-C is not one of them: before there is something to save, it ends the program."""
+
+ENDINGS = (signal.SIGHUP, signal.SIGXCPU)
+"""Of a terminal or ssh session that closes, and of a limit of processor time (`ulimit -t`)."""
+
+FROM_LAUNCHER = ("SIGTERM", "SIGHUP")
+"""The signals that a launcher passes on to its ranks when it ends. It sends SIGKILL 30 s later."""
+
+recorded: list[int] = []
+"""Those that have come until now."""
+
+
+def recorded_stop_signal() -> str:
+    """The name of the latest warning that was recorded, or ""."""
+    return signal.Signals(recorded[-1]).name if recorded else ""
+
+
+def warning_to_job_script() -> str:
+    """What to call the warning that the job script has noted during this start of the job; "" if there was none."""
+    start = start_folder()
+    return "the warning before the job's end" if start is not None and (start / WARNED).exists() else ""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask this process for a stop: of ENDINGS, those that would otherwise end it.
+
+    So nohup's choice to ignore SIGHUP holds, and so does the handler of a program that embeds this one.
+    """
+    return [
+        *WARNINGS,
+        *(number for number in ENDINGS if signal.getsignal(number) in (signal.SIG_DFL, record_stop_signal)),
+    ]
+
+
+def record_stop_signal(number: int, _frame: Any = None) -> None:
+    """Record a warning; a signal's handler."""
+    recorded.append(number)
 
 
 class StopAskedError(Exception):
@@ -45,7 +82,7 @@ class StopRequests:
     """Collects requests to save or to stop. A context manager that restores the signals' handlers on leaving.
 
     Enter it as early as possible: a signal that comes during the program's setup is obeyed at the first update. So is a
-    signal that `launch.process` has recorded before.
+    signal that was recorded before.
     """
 
     def __init__(self) -> None:
@@ -58,7 +95,7 @@ class StopRequests:
         self._listens_to_ctrl_c = False  # if not, it interrupts the main thread
         self._first_ctrl_c = math.inf  # when it came
         self._group: Any = None
-        self._requests = torch.zeros(2, dtype=torch.int64)
+        self._requests: Any = None  # int64 [2]: of all processes, at the end of the previous update
         self._reduction: Any = None
         self._before: dict[int, Any] = {}
 
@@ -85,9 +122,15 @@ class StopRequests:
         self._listens_to_ctrl_c = True
         self.last_save = time.monotonic()
         self.last_poll = -math.inf  # a file STOP that exists already counts, even if training is short
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        import torch
+
+        from accel_train.launch.agreement import connecting
+        from accel_train.launch.compat import set_collective_timeout
+
+        self._requests = torch.zeros(2, dtype=torch.int64)
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             with connecting():
-                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=connect_seconds))
+                self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=connect_seconds))
             # Its time-out would raise an error without an explanation. From now on the watchdog ends what hangs.
             set_collective_timeout(timedelta(days=365).total_seconds(), self._group)
 
@@ -97,7 +140,7 @@ class StopRequests:
             self._reduction.wait()
             self._reduction = None
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: Any) -> None:
         now, again = time.monotonic(), number == signal.SIGINT
         if number != signal.SIGINT:
             record_stop_signal(number)
@@ -123,11 +166,14 @@ class StopRequests:
         self._check_files_and_clock()
         if self._group is None:
             return self._decide(bool(self.reason), self.saves_requested)
+        import torch
+
         mine = torch.tensor([int(bool(self.reason)), self.saves_requested])
         if self._reduction is not None:
             self._reduction.wait()
         requests, self._requests = self._requests, mine
-        self._reduction = dist.all_reduce(self._requests, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        maximum = torch.distributed.ReduceOp.MAX
+        self._reduction = torch.distributed.all_reduce(self._requests, maximum, group=self._group, async_op=True)
         stop, saves = requests.tolist()
         return self._decide(bool(stop), saves)
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_train.launch import process
-from accel_train.run import stopping
-from accel_train.run.stopping import StopAskedError, StopRequests
+from accel_train.launch import stopping
+from accel_train.launch.stopping import StopAskedError, StopRequests
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StopRe
     with StopRequests() as requests:
         requests.begin(tmp_path, 0, 1)
         yield requests
-    process.recorded.clear()
+    stopping.recorded.clear()
 
 
 def test_a_file_is_obeyed_once(requests: StopRequests, tmp_path: Path) -> None:
@@ -52,16 +51,16 @@ def test_a_signal_ends_an_evaluation_after_a_batch_and_what_signals_did_before_i
             for batch in requests.interruptible(range(3)):
                 seen.append(batch)
                 os.kill(os.getpid(), signal.SIGTERM)
-    process.recorded.clear()
+    stopping.recorded.clear()
     assert (seen, requests.reason) == ([0], "SIGTERM")
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_signal_during_the_imports_is_obeyed() -> None:
-    process.record_stop_signal(signal.SIGUSR1)
+    stopping.record_stop_signal(signal.SIGUSR1)
     with StopRequests() as requests:
         assert requests.reason == "SIGUSR1"
-    process.recorded.clear()
+    stopping.recorded.clear()
 
 
 def test_the_clock_counts_from_the_last_save(
@@ -89,7 +88,7 @@ def test_a_request_to_one_process_is_obeyed_by_all_one_update_later(
         mine.copy_(together(mine, others))
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(stopping, "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=dist.ReduceOp))
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     requests._group = "the other process's and this one's"
     answers = []
     for update in range(7):
@@ -111,6 +110,6 @@ def test_sighup_counts_unless_it_is_ignored() -> None:
                     os.kill(os.getpid(), signal.SIGHUP)
             assert requests.reason == ("SIGHUP" if counts else "")
             assert signal.getsignal(signal.SIGHUP) == handler
-            process.recorded.clear()
+            stopping.recorded.clear()
     finally:
         signal.signal(signal.SIGHUP, before)
