@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,11 +22,9 @@ import psutil
 
 from accel_train.errors import UserError, how_to_get, print_line
 from accel_train.launch.process import (
-    ancestors,
     available_cores,
     has_terminal,
     is_launcher,
-    is_slurm_task,
     only_launcher_set,
     parent_process,
     start_time,
@@ -37,8 +34,6 @@ from accel_train.untrusted import read_regular_file
 MPI_VARIABLES = (  # rank, world size, local rank, local world size
     ("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     ("Intel MPI or MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("Cray MPICH", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    ("MVAPICH", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
 )
 # How often a thread of GNU OpenMP (torch's on Linux) checks for new work before it sleeps. This takes some 50 us, the
 # time between two operations of a network; to wake a sleeping thread takes longer. Threads that spin for the default of
@@ -162,15 +157,10 @@ def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
     """Whether srun started this process as a task, rather than a shell or script of sbatch, salloc or `srun --pty`.
 
-    If the processes above this one do not tell (they may be hidden, or outside of a container), the variables are
-    believed: a batch script has no step number, unless it was sent from a step, and an interactive step has one near
-    2^32.
+    A batch script has no step number, unless it was sent from a step, and an interactive step has one near 2^32.
     """
     step = env.get("SLURM_STEP_ID", "")
-    if not step.isdigit() or ("SLURM_PTY_PORT" in env and has_terminal()):
-        return False
-    is_task = is_slurm_task(ancestors())
-    return int(step) < 2**31 if is_task is None else is_task
+    return step.isdigit() and int(step) < 2**31 and not ("SLURM_PTY_PORT" in env and has_terminal())
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
@@ -219,10 +209,8 @@ def _rendezvous_address(launch: Launch, env: Mapping[str, str]) -> tuple[str, in
             every_process=False,
         )
     job = re.match(r"\d+", env.get("SLURM_JOB_ID", env.get("PBS_JOBID", "")))
-    if launch.launcher == "srun":
-        part = _number(env, "SLURM_STEP_ID", "0")
-    else:  # mpirun may start the ranks of other hosts, and only these, through a step
-        part = zlib.crc32(env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", "")).encode())
+    # mpirun may start the ranks of other hosts, and only these, through a step
+    part = _number(env, "SLURM_STEP_ID", "0") if launch.launcher == "srun" else 0
     # Below 32768, where Linux begins to assign ports itself. A job that is started again takes a different port, as in
     # slurm/train.sbatch, because it may have failed because its port was taken.
     number = int(job[0]) if job else 0
