@@ -18,25 +18,19 @@ REQUESTS = ("save", "stop")
 
 
 def check_observers(observers: Iterable[object]) -> None:
-    """Raise UserError unless each is an object with at least one of the methods, and no similar one."""
+    """Raise UserError unless each is an object with at least one of the methods, and none with a similar name."""
     if isinstance(observers, (str, bytes)) or not isinstance(observers, Sequence):
         raise UserError(f"observers: must be a list of objects, but is {type(observers).__qualname__!r}: give [it].")
     for observer in observers:
-        name = _name(observer)
-        if isinstance(observer, type):
-            raise UserError(f"observers: {name} is a class; give an object of it, {name}().")
-        theirs = [each for each in dir(observer) if each.startswith("on")]
-        for each in theirs:
-            if each.startswith("on_") and each not in METHODS and callable(getattr(observer, each)):
+        methods = [name for name in dir(observer) if name.startswith("on_") and callable(getattr(observer, name))]
+        for name in methods:
+            if name not in METHODS:
                 raise UserError(
-                    f"observers: {name} has {each!r}, which is never called.{nearest(each, METHODS)} "
+                    f"observers: {_name(observer)} has {name!r}, which is never called.{nearest(name, METHODS)} "
                     f"There are {', '.join(METHODS)}."
                 )
-        if not any(each in METHODS for each in theirs):
-            raise UserError(f"observers: {name} has none of the methods {', '.join(METHODS)}.")
-        for each in theirs:
-            if each in METHODS and not callable(getattr(observer, each)):
-                raise UserError(f"observers: {name}.{each} is no method.")
+        if not methods or isinstance(observer, type):
+            raise UserError(f"observers: {_name(observer)} is no object with one of the methods {', '.join(METHODS)}.")
 
 
 class Observers:

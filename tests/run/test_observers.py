@@ -36,9 +36,9 @@ class NoMethod:
     [
         ([Misspelt()], "Misspelt has 'on_updates', which is never called. Did you mean 'on_update'?"),
         ([Good(), Partly()], "Partly has 'on_epoch_end', which is never called"),
-        ([object()], "object has none of the methods on_start, on_update, on_evaluation, on_checkpoint, on_end"),
-        ([Good], r"Good is a class; give an object of it, Good()"),
-        ([NoMethod()], "NoMethod.on_end is no method"),
+        ([object()], "object is no object with one of the methods on_start, on_update, on_evaluation, on_checkpoint"),
+        ([Good], "Good is no object with one of the methods"),
+        ([NoMethod()], "NoMethod is no object with one of the methods"),
         (Good(), "must be a list of objects, but is 'Good'"),
         ("Good", "must be a list of objects, but is 'str'"),
     ],
