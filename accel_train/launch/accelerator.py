@@ -55,7 +55,7 @@ def create_accelerator(
     does not.
 
     Raises UserError if processes are missing, exist twice or share a GPU, or if the world is another one; also if the
-    launcher was asked for GPUs and there is none, or if a GPU has no memory left.
+    launcher was asked for GPUs and there is none, or for fp16 on a CPU, or if a GPU has no memory left.
     """
     if file := os.environ.get(LAUNCHER_CONFIG):
         os.environ.update(launcher_variables(file, launch))
@@ -69,6 +69,8 @@ def create_accelerator(
     trouble = _missing_gpu(launch) if device is None and not forced else ""
     if not cpu and device is not None and not known:
         trouble = _full_gpu(device, launch)
+    if cpu and os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        trouble = trouble or "fp16 was asked for, but Accelerate has none on a CPU: give --mixed_precision bf16 or no."
     store = None
     if launch.world_size > 1 and not known:
         from accel_train.launch.rendezvous import rendezvous_of_ranks
@@ -237,24 +239,14 @@ def collective_seconds(limit: float) -> float:
 
 
 def precision(accelerator: Accelerator) -> str:
-    """What the forward pass computes in: "fp32", "tf32", "bf16", "fp16" or "fp8"; see `precision_notice`.
+    """What the forward pass computes in: "fp32", "tf32", "bf16", "fp16" or "fp8".
 
     "tf32": float32, where CUDA may round the inputs of matrix products or convolutions to TF32.
     """
     asked, kind = str(accelerator.mixed_precision), accelerator.device.type
-    if asked != "no" and not (asked == "fp16" and kind == "cpu"):
+    if asked != "no":
         return asked
     return "tf32" if kind == "cuda" and uses_tf32() else "fp32"
-
-
-def precision_notice(accelerator: Accelerator) -> str | None:
-    """A sentence for a run whose precision is not the one that was asked for: Accelerate does not report that."""
-    if accelerator.mixed_precision in ("no", precision(accelerator)):
-        return None
-    asked, computed = accelerator.mixed_precision, precision(accelerator)
-    return (
-        f"{asked} was asked for, but the run computes in {computed}: Accelerate has no {asked} on a CPU (it has bf16)"
-    )
 
 
 def _float32_switches() -> list[Any]:

@@ -25,7 +25,7 @@ from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.sources.load import resolve_mean_std, splits_of
 from accel_train.data.sources.splits import Source, Splits, count_classes, has_one_size
 from accel_train.errors import UserError, counted, first_of, one_line
-from accel_train.launch.accelerator import precision, precision_notice
+from accel_train.launch.accelerator import precision
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import LAUNCHERS, launcher_command, start_folder
 from accel_train.models.batchnorm import has_batchnorm
@@ -155,12 +155,12 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
     Nothing is downloaded; if the data is missing, the number of updates is unknown. Raises UserError if the schedule
     does not fit the data.
     """
-    processes, notice = accelerator.num_processes, precision_notice(accelerator)
+    processes = accelerator.num_processes
     virtual_batch, accumulation = _divide_without_data(config, accelerator)
     division = Plan(config.batch_size, config.batch_size, processes, accumulation, virtual_batch=virtual_batch)
     lines = [
         f"# processes: {processes}",
-        f"# precision: {precision(accelerator)}" + (f" ({notice})" if notice else ""),
+        f"# precision: {precision(accelerator)}",
         f"# accumulation: {accumulation}",
         f"# samples of a process in one forward pass: {division.micro_batch}",
         f"# samples of a virtual batch: {virtual_batch}",

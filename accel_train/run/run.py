@@ -24,7 +24,7 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.data.loading import evaluation_batch_size
 from accel_train.errors import EvaluationError, UnsavedError, counted, is_terminal, one_line
 from accel_train.evaluate import Batch, evaluate
-from accel_train.launch.accelerator import precision, precision_notice
+from accel_train.launch.accelerator import precision
 from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
 from accel_train.launch.process import MARKER, start_folder
 from accel_train.launch.stopping import StopRequests
@@ -421,9 +421,8 @@ def _announcement(
         yield Noted("resumed", {"update": state.update, "processes": plan.processes})
     if resumed or ledger.repeated_updates:
         yield Said((resumed_text(state, ledger, ended=trained),))
-    for warning in (precision_notice(accelerator), *setup.warnings):
-        if warning is not None:
-            yield Warned(warning)
+    for warning in setup.warnings:
+        yield Warned(warning)
 
 
 def _rate_note(setup: TrainingSetup, checkpoints: Checkpoints) -> str:

@@ -30,7 +30,7 @@ def set_all(value: str) -> None:
 
 def test_what_is_in_force_is_said() -> None:
     gpu: Any = SimpleNamespace(mixed_precision="no", device=torch.device("cuda:0"))
-    cpu: Any = SimpleNamespace(mixed_precision="fp16", device=torch.device("cpu"))
+    cpu: Any = SimpleNamespace(mixed_precision="no", device=torch.device("cpu"))
     for switch in SWITCHES:
         set_all("ieee")
         assert not uses_tf32() and precision(gpu) == "fp32"
