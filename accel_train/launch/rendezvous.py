@@ -17,7 +17,7 @@ from typing import Any
 from torch import distributed
 
 from accel_train.errors import UserError, reason_of
-from accel_train.launch.environment import Launch, allocated_hosts
+from accel_train.launch.environment import Launch
 from accel_train.launch.process import hostname, ranges, restart_count
 from accel_train.launch.stopping import FROM_LAUNCHER, recorded_stop_signal
 
@@ -197,13 +197,10 @@ def _signal_meanwhile() -> str:
 
 
 def _missing(store: Any, keys: list[str], seconds: float) -> str:
-    """The message that names the ranks and nodes that are missing after `seconds`."""
+    """The message that names the ranks that are missing after `seconds`."""
     present = {rank for rank, key in enumerate(keys) if store.check([key])}
     hosts = {json.loads(store.get(keys[rank]))[0] for rank in present}
-    silent = [name for name in allocated_hosts(os.environ) if name not in hosts]
     return (
         f"{len(present)} of {len(keys)} processes met within {seconds:.0f} s, on {', '.join(sorted(hosts))}. "
-        f"Missing: ranks {ranges(set(range(len(keys))) - present)}"
-        + (f", and every process of the nodes {', '.join(silent)}." if silent else ".")
-        + _signal_meanwhile()
+        f"Missing: ranks {ranges(set(range(len(keys))) - present)}." + _signal_meanwhile()
     )

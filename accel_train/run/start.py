@@ -196,16 +196,13 @@ def restore(setup: TrainingSetup, checkpoints: Checkpoints) -> tuple[TrainState,
 
 
 def _on_main(config: Config, path: Path) -> tuple[bool, Origin, Weights | None]:
-    """Whether the run resumes, its origin, and the weights that `path` names, if they are still there."""
+    """Whether the run resumes, its origin, and the weights that `path` names, unless the run has begun from them."""
     resumes = _has_checkpoint(config)
     is_finished = config.output_dir is not None and (config.output_dir / "result.json").is_file()
     recorded = _recorded(config) if resumes or is_finished else Origin()
-    try:
-        weights, info = find_file(path)
-    except UserError:
-        if recorded.weights != str(path):
-            raise
+    if recorded.weights == str(path):
         return resumes, recorded, None
+    weights, info = find_file(path)
     try:
         origin = Origin(weights=str(path), sha256=sha256(weights.file))
     except OSError as error:
@@ -223,9 +220,7 @@ def find_file(path: Path) -> tuple[Weights, ModelInfo | None]:
     """
     option = f"--model.weights: {path}"
     if not path.exists():
-        _, torchvisions, name = path.name.partition("_Weights.")
-        advice = f" torchvision's: --model.name torchvision/NAME.{name} --model.pretrained true." * bool(torchvisions)
-        raise UserError(f"{option}: no such file, run or checkpoint.{advice}")
+        raise UserError(f"{option}: no such file, run or checkpoint.")
     if path.is_dir() and (path / MANIFEST).exists():
         file = path / ("ema.safetensors" if (path / "ema.safetensors").exists() else "model.safetensors")
         try:
