@@ -152,12 +152,20 @@ class ProgressStore:
             while self.end() is None and time.monotonic() < deadline and not leaving.wait(0.5):
                 pass
             return ""
-        before = self._beats()
-        if leaving.wait(seconds) or self.end() is not None:
+        lost = self.without_beat(seconds)
+        if not lost or leaving.is_set() or self.end() is not None:
             return ""
-        after = self._beats()
-        lost = [rank for rank in before if after.get(rank) == before[rank]]
-        return f"A process was killed, or its node is lost: {self.describe(lost)}" if lost else ""
+        return f"A process was killed, or its node is lost: {self.describe(lost)}"
+
+    def without_beat(self, seconds: float) -> list[int]:
+        """The ranks of the others that show no sign of life within `seconds`; returns as soon as all have shown one."""
+        before, deadline = self._beats(), time.monotonic() + seconds
+        while True:
+            now = self._beats()
+            silent = [rank for rank in before if now.get(rank) == before[rank]]
+            if not silent or time.monotonic() > deadline:
+                return silent
+            time.sleep(0.2)
 
     def _beats(self) -> dict[int, int]:
         published = {rank: self.progress(rank) for rank in self.others}
@@ -171,24 +179,6 @@ class ProgressStore:
         """Announce why the run ends. Returns the announcement that counts: the first one, of any process."""
         announcement = json.dumps(End(self.rank, text, with_stacks, code))
         return End(*json.loads(self._store.compare_set("end", "", announcement)))
-
-    def report_stacks(self, seconds: float) -> None:
-        """Report that this process has written its stacks; wait at most `seconds` for the one that ends the run."""
-        self._store.set(f"dumped/{self.rank}", "")
-        self._store.wait(["ended"], timedelta(seconds=seconds))
-
-    def wait_for_stacks(self, seconds: float) -> list[int]:
-        """Wait at most `seconds` for the stacks of all others; returns the ranks that have not written theirs."""
-        deadline = time.monotonic() + seconds
-        while not self._store.check([f"dumped/{rank}" for rank in self.others]):
-            if time.monotonic() > deadline:
-                return [rank for rank in self.others if not self._store.check([f"dumped/{rank}"])]
-            time.sleep(0.2)
-        return []
-
-    def finish_end(self) -> None:
-        """Let the processes that wait in `report_stacks` go on."""
-        self._store.set("ended", "")
 
     def describe(self, ranks: list[int]) -> str:
         """What the processes are and do, for a message that names at most four of them."""
@@ -324,7 +314,7 @@ class Watchdog:
         text += f" The stacks of all threads are in {self.run.path / 'hang'}."
         print_line(f"accel-train: error: {text}", sys.__stderr__)
         with contextlib.suppress(RuntimeError):
-            self._store.finish_end()
+            self._publish(has_left=True)
         self._leave()
 
     def _follow(self, end: End) -> NoReturn:
@@ -334,8 +324,12 @@ class Watchdog:
         """
         if end.with_stacks:
             self._write_stacks(end.text)
+            deadline = time.monotonic() + 2 * STACKS_SECONDS
             with contextlib.suppress(RuntimeError):
-                self._store.report_stacks(2 * STACKS_SECONDS)
+                while (first := self._store.progress(end.rank)) and not first.has_left and time.monotonic() < deadline:
+                    self._beat += 1  # this process lives, and has written its stacks
+                    self._publish()
+                    time.sleep(0.5)
         else:
             self._leaving.wait(LEAVE_SECONDS)
             if self._leaving.is_set():
@@ -346,7 +340,7 @@ class Watchdog:
         """A sentence that names the slow process, once all have had the time to write their stacks."""
         if self.world_size == 1:
             return f" It {self._activity}, after update {self._update}."
-        if silent := self._store.wait_for_stacks(STACKS_SECONDS):
+        if silent := self._store.without_beat(STACKS_SECONDS):
             return f" The slow one: {self._store.describe(silent)}; no answer (stopped, killed, or its node is lost)."
         slow = self._store.slowest(self._count)
         if len(slow) == self.world_size:

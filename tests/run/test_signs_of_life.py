@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -37,15 +38,23 @@ def test_the_first_reason_counts_and_one_process_searches(stores: list[ProgressS
     assert [store.searches_first() for store in stores] == [True] + [False] * 5
 
 
-def test_processes_are_described_and_those_without_stacks_are_found(stores: list[ProgressStore]) -> None:
+def test_processes_are_described_and_those_without_a_beat_are_found(stores: list[ProgressStore]) -> None:
     stores[1].publish(progress(1))
     said = stores[0].describe([1, 2, 3, 4, 5])
     assert said.startswith("rank 1 on node5, which saves a checkpoint, after update 3; rank 2, which has not begun")
     assert said.endswith("; and 1 more")
-    stores[0].finish_end()
-    for rank in (1, 3):
-        stores[rank].report_stacks(5)
-    assert stores[0].wait_for_stacks(0) == [2, 4, 5]
+    for rank in (2, 3):
+        stores[rank].publish(progress(1, has_left=rank == 3))
+    beats = iter(range(2, 99))
+    timer = threading.Timer(0.1, lambda: stores[2].publish(progress(next(beats))))
+    timer.start()
+    assert stores[0].without_beat(1) == [1]  # the second has one, the third has left
+    timer.join()
+    stores[1].publish(progress(1, has_left=True))
+    timer = threading.Timer(0.1, lambda: stores[2].publish(progress(next(beats))))
+    timer.start()
+    assert stores[0].without_beat(60) == []
+    timer.join()
 
 
 def test_a_process_is_silent_after_so_many_ticks_without_a_new_beat(stores: list[ProgressStore]) -> None:
