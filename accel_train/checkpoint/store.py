@@ -8,7 +8,6 @@ run: `Checkpoints` for the trainer, a loop of one's own has its own.
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 import shutil
 import threading
@@ -505,20 +504,15 @@ def _obstacle_at(
 
 def _too_short(position: TrainState, path: Path, config: Config, samples: int) -> str:
     """Why a run of so many epochs or updates has no update `position`; "" if it has."""
-    least = position.epoch + (position.epoch_samples > 0)
-    option = f"--epochs {config.epochs}"
-    state = f"epoch {least} has begun" if position.epoch_samples else f"{least} epochs are done"
-    if least <= math.ceil(config.epochs):
-        ends_within = config.stop.updates is not None or config.epochs != int(config.epochs)
-        if not ends_within or samples < config.batch_size:  # other mistakes are told elsewhere
-            return ""
-        plan = create_plan(config, samples, processes=1, accumulation=1, virtual_batch=1)
-        done = plan.updates_until(position.epoch, position.epoch_samples)
-        if done <= plan.updates:
-            return ""
-        if plan.updates == config.stop.updates:
-            option, state, least = f"--stop.updates {plan.updates}", f"{done} updates are done", done
-    return f"{option}: {state} in {path}. Give at least {least}, or start a new run with another --output-dir."
+    if samples < config.batch_size:  # that mistake is told elsewhere
+        return ""
+    plan = create_plan(config, samples, processes=1, accumulation=1, virtual_batch=1)
+    done = plan.updates_until(position.epoch, position.epoch_samples)
+    if done <= plan.updates:
+        return ""
+    by_updates = plan.updates == config.stop.updates
+    end = f"--stop.updates {plan.updates}" if by_updates else f"--epochs {config.epochs:g}, {plan.updates} updates"
+    return f"{end}: {done} updates are done in {path}. Give a later end, or start a new run with another --output-dir."
 
 
 def _has_own_schedule(config: Config) -> bool:

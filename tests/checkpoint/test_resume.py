@@ -204,8 +204,8 @@ MIDDLE = {"epoch": 2, "epoch_samples": 20, "epoch_count": 20}
         (MIDDLE, Config(epochs=3, data=Data(train_limit=9)), 9, "train-limit: None -> 9; 64 -> 9 training samples"),
         (MIDDLE, Config(epochs=3, data=Data(sampler="balanced")), 64, "data.sampler: shuffle -> balanced"),
         (MIDDLE, Config(epochs=3), 63, "data: 64 -> 63 training samples"),
-        (MIDDLE, Config(epochs=2), 64, "--epochs 2: epoch 3 has begun .* at least 3"),
-        ({"epoch": 2}, Config(epochs=1), 64, "--epochs 1: 2 epochs are done .* at least 2"),
+        (MIDDLE, Config(epochs=2, batch_size=16), 64, "--epochs 2, 8 updates: 9 updates are done .* later end"),
+        ({"epoch": 2}, Config(epochs=1, batch_size=16), 64, "--epochs 1, 4 updates: 8 updates are done .* later end"),
     ],
 )
 @pytest.mark.parametrize("allow", [(), ("seed", "data", "epochs")])

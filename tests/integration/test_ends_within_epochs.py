@@ -79,7 +79,7 @@ def test_the_schedule_falls_until_the_last_update(tmp_path: Path) -> None:
     words = ("--epochs", "9", "--stop.updates", "15", "--allow-change", "stop", "--output-dir", run)
     refused = helpers.run(*DIGITS, *words)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
-    assert "--stop.updates 15: 20 updates are done in" in refused.stderr and "Give at least 20" in refused.stderr
+    assert "--stop.updates 15: 20 updates are done in" in refused.stderr and "Give a later end" in refused.stderr
 
 
 @pytest.mark.slow
