@@ -157,7 +157,7 @@ def _verdict(base: nn.Module, images: Tensor, count: int) -> Verdict:
         state=ways.has_state(),
         initialised=ways.initialised(base),
         changing=ways.changing(),
-        evaluation=_evaluate(ways.alone.model, images[count - half : count + half], half, ways.alone.batch_norms),
+        evaluation=_is_coupled_in_evaluation(ways.alone, images[count - half : count + half], half),
         leaves_out=ways.leaves_out(),
     )
 
@@ -406,39 +406,25 @@ def _may_decide(operator: Any, arguments: Sequence[Any]) -> bool:
     return operator in reads or torch.Tag.dynamic_output_shape in operator.tags
 
 
-def _evaluate(model: nn.Module, images: Tensor, count: int, batch_norms: Sequence[Any]) -> tuple[str, ...]:
-    """Warnings of what depends on the number of processes in an evaluation. The copy `model` is changed."""
-    untracked = [module for module in batch_norms if not module.track_running_stats]
-    names = {module: f"{name} ({class_name(module)})" for name, module in model.named_modules() if name}
-    found = []
-    if untracked:
-        found.append(
-            f"model: {first_of([names.get(module, 'the model') for module in untracked])}: without running statistics "
-            "(track_running_stats=False) an evaluation normalises by the samples of its batch. So its results depend "
-            "on the number of processes. Set track_running_stats to true."
-        )
-    for module in untracked:
-        module.running_mean = images.new_zeros(module.num_features)
-        module.running_var = images.new_ones(module.num_features)
-    model.eval()
-    draws, losses = dict[str, str](), []
+def _is_coupled_in_evaluation(way: _Copy, images: Tensor, count: int) -> bool:
+    """Whether in evaluation the output for a sample depends on the others of its batch, or on random numbers.
+
+    `count`: half of the `images`. The copy is changed.
+    """
+    if not all(module.track_running_stats for module in way.batch_norms):
+        return True
+    model, losses = way.model.eval(), []
     for part in (slice(None), slice(count), slice(count, None)):
         seed_generators(0)
         seen = _Pass(len(images[part]))
-        with _watched(model, seen, names, [], images.device), torch.no_grad():
+        with _watched(model, seen, way.names, [], images.device), torch.no_grad():
             losses.append(_losses(model(images[part]), seen.samples))
-        draws |= seen.draws
-    why = "So the results of an evaluation depend on the number of processes. Choose another model or normalisation."
-    if draws:
-        operators = [f"{operator} in {place}" for place, operator in draws.items()]
-        found.append(f"model: draws random numbers in evaluation, too: {first_of(operators)}. {why}")
-        return tuple(found)
+        if seen.draws:
+            return True
     tolerance = TOLERANCE if images.dtype == torch.float64 else 1e-3
     parts = torch.cat(losses[1:])
     same = (losses[0] - parts).abs() <= tolerance * parts.abs() + 1e-12 * parts.abs().max()
-    if not bool(same.all() | ~(losses[0] + parts).isfinite().all()):
-        found.append(f"model: in evaluation the output for a sample depends on the others of its batch. {why}")
-    return tuple(found)
+    return not bool(same.all() | ~(losses[0] + parts).isfinite().all())
 
 
 def _is_of_samples(passes: Sequence[_Pass], number: int) -> bool:

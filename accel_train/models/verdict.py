@@ -28,8 +28,8 @@ class Verdict:
     """A parameter that a forward pass changes."""
     changing: tuple[str, ...] = ()
     """The buffers that each pass changes, such as "norm.running_mean (InstanceNorm2d)"."""
-    evaluation: tuple[str, ...] = ()
-    """Warnings of what depends on the number of processes in evaluation."""
+    evaluation: bool = False
+    """Whether the output for a sample in evaluation depends on the others of its batch, or on random numbers."""
     leaves_out: bool = False
     """Whether a pass may leave out parameters."""
     untried: str = ""
@@ -45,18 +45,19 @@ class Verdict:
                 "number of processes. To avoid that, choose another model or normalisation."
             )
         if self.initialised:
-            found.append(
-                f"model: a forward pass of training changes the parameter {self.initialised}, as a data-dependent "
-                "initialisation does: by the samples of one process. Initialise it before training, such as by "
-                "--model.weights."
-            )
+            found.append(self._initialisation())
         elif self.state:
             found.append(
                 "model: two forward passes with the same images and random numbers do not give the same. So it has a "
                 "random generator of its own, or another state, which depends on the number of processes. Draw from "
                 "the global generators of torch, NumPy or Python, or choose another model."
             )
-        found += self.evaluation  # after what may be its reason
+        if self.evaluation:  # after what may be its reason
+            found.append(
+                "model: in evaluation the output for a sample depends on the others of its batch, as with a BatchNorm "
+                "without running statistics (track_running_stats=False), or on random numbers. So the results depend "
+                "on the number of processes. Choose another model or normalisation."
+            )
         if self.untried:
             found.append(
                 f"model: could not check whether a sample depends on the others of its micro-batch ({self.untried})"
@@ -68,11 +69,14 @@ class Verdict:
         if config.bitwise and (obstacles := self.obstacles()):
             raise UserError(f"--bitwise: {obstacles[0]}")
         if self.initialised and accelerator.num_processes > 1:
-            raise UserError(
-                f"model: a forward pass of training changes the parameter {self.initialised}, so each process would "
-                "keep another value. Train on one process, or initialise it before training, such as by "
-                "--model.weights."
-            )
+            raise UserError(self._initialisation())
+
+    def _initialisation(self) -> str:
+        return (
+            f"model: a forward pass of training changes the parameter {self.initialised}, as a data-dependent "
+            "initialisation does: by the samples of one process. Initialise it before training, such as by "
+            "--model.weights, or train on one process without --bitwise."
+        )
 
     def prepare_ddp(self, accelerator: Accelerator) -> None:
         """Set what DDP has to know of the model. Call it before `Accelerator.prepare`."""
@@ -93,8 +97,7 @@ def read_verdict(run: Path) -> Verdict | None:
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()}
     verdict, empty = Verdict(**values), Verdict()
     same_types = all(type(getattr(verdict, each.name)) is type(getattr(empty, each.name)) for each in fields(Verdict))
-    texts = (*verdict.changing, *verdict.evaluation)
-    return verdict if same_types and all(isinstance(text, str) for text in texts) else None
+    return verdict if same_types and all(isinstance(text, str) for text in verdict.changing) else None
 
 
 def refuse_sync_batchnorm(model: nn.Module) -> None:
