@@ -347,8 +347,6 @@ def published_weights(name: str) -> Any:
     import torchvision
 
     short = architecture(name)
-    if TORCHVISION + short not in torchvision_names():
-        raise UserError(f"torchvision has no model {short!r}.{nearest(TORCHVISION + short, torchvision_names())}")
     _, dot, wanted = name.partition(".")
     kinds = torchvision.models.get_model_weights(short)
     if dot and wanted not in kinds.__members__:

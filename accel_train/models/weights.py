@@ -24,7 +24,6 @@ from accel_train.models.wrapping import input_names
 from accel_train.untrusted import open_regular_file
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
-TAR_MAGIC = slice(257, 262)
 LEAST = 0.9
 """The part of the body's numbers that must be in the file. With less, the run would begin nearly at random."""
 # Functions in the modules of timm's models that turn other programs' names and sizes into those of a model.
@@ -144,24 +143,18 @@ def _with_head(
     if len(found) < len(head):
         return rest, "new last layer: the file has none"
     count = next(iter(found.values())).shape[0] if found else 0
+    if count != len(classes):
+        return rest, f"new last layer: {count} classes there, {len(classes)} here"
     if theirs is not None and len(theirs) == count:
-        if sorted(theirs) != sorted(classes) or len(set(theirs)) < len(theirs):
-            return rest, f"new last layer: {_difference(theirs, classes)}"
+        if missing := [name for name in classes if name not in theirs]:
+            return rest, f"new last layer: other classes ({missing[0]!r} is not there)"
         rows = [theirs.index(name) for name in classes]
         text = "last layer loaded: the same classes" + ", in another order" * (list(theirs) != list(classes))
-    elif count != len(classes):
-        return rest, f"new last layer: {count} classes there, {len(classes)} here"
     else:
         text = f"last layer loaded: as many classes ({count}), which the file does not name"
     if any(value.shape != head[name].shape for name, value in found.items()):
         return rest, "new last layer: that of the file has another shape"
     return rest | {name: value[rows] for name, value in found.items()}, text
-
-
-def _difference(theirs: Sequence[str], ours: Sequence[str]) -> str:
-    if len(theirs) != len(ours):
-        return f"{len(theirs)} classes there, {len(ours)} here"
-    return f"other classes ({next(name for name in theirs if name not in ours)!r} is not here)"
 
 
 def _check_same_head(
@@ -230,12 +223,12 @@ def check_file(file: Path) -> None:
         raise UserError(f"--model.weights: {file}: expected a file of weights ({', '.join(SUFFIXES[:4])}).")
     try:
         with os.fdopen(open_regular_file(file, follow=True), "rb") as opened:
-            head, size = opened.read(TAR_MAGIC.stop), os.fstat(opened.fileno()).st_size
+            head, size = opened.read(8), os.fstat(opened.fileno()).st_size
     except OSError as error:
         raise UserError(f"--model.weights: {file} cannot be read: {error.strerror}.") from error
     if file.suffix == ".safetensors":
-        fits = 0 < int.from_bytes(head[:8], "little") <= size - 8
-    else:  # of torch.save: a zip file, a pickle, or an old tar file
-        fits = head[:2] == b"PK" or head[:1] == b"\x80" or head[TAR_MAGIC] == b"ustar"
+        fits = 0 < int.from_bytes(head, "little") <= size - 8
+    else:  # of torch.save: a zip file, or a pickle
+        fits = head.startswith((b"PK", b"\x80"))
     if not fits:
         raise UserError(f"--model.weights: {file} cannot be read: it is damaged, or not what its name says.")

@@ -48,9 +48,7 @@ def load(option: str, reference: Reference) -> Callable[..., Any]:
         module = load_file(Path(reference.file)) if reference.file else importlib.import_module(reference.module)
     found = getattr(module, reference.name, None)
     if found is None:
-        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise UserError(f"--{option}: {reference.file or reference.module} has no {reference.name!r}."
-                        f"{nearest(reference.name, known) or listed(known)}")  # fmt: skip
+        raise UserError(f"--{option}: {reference.file or reference.module} has no {reference.name!r}.")
     if not callable(found):
         kind = type(found).__name__
         a = "an" if kind[0] in "aeiou" else "a"
@@ -164,16 +162,13 @@ def keep_code(
         write(kept, read_regular_file(path, follow=True))
         entry = {"reference": str(reference), "kept": kept, "sha256": file_hash(path), "imports": imports(path)}
         old, now[option] = before.get(option, entry), entry
-        if old.get("sha256") != entry["sha256"]:
-            notes.append(
-                f"{option}: {path} has changed since the last start of this run. From update {update} on the new text "
-                f"is used; the old one is {old.get('kept')}."
-            )
         changed = [name for name, digest in _own_modules(entry).items() if _own_modules(old).get(name) != digest]
-        if changed and old.get("sha256") == entry["sha256"]:
+        if old.get("sha256") != entry["sha256"]:
+            changed.insert(0, f"{path} (before: {old.get('kept')})")
+        if changed:
             notes.append(
-                f"{option}: {', '.join(changed)}, which {path.name} imports, has changed since the last start of this "
-                f"run. From update {update} on the new text is used."
+                f"{option}: {', '.join(changed)} changed since the last start of this run. From update {update} on the "
+                "new text is used."
             )
     if now:
         write(FILE, (json.dumps(now, indent=2) + "\n").encode())
@@ -249,15 +244,10 @@ def kept_text(option: str, reference: Reference, run: Path) -> Path:
     path, where = run / FOLDER / name, f"--{option.partition(':')[0]} {reference.short}"
     if reference.module == OBJECT:
         raise UserError(missing(option, reference))
-    if not (is_file_name(name) and path.is_file()):
+    if not (is_file_name(name) and path.is_file() and file_hash(path) == entry.get("sha256")):
         raise UserError(
-            f"{where}: the run does not have the text of this code ({FILE} and {FOLDER}/); copy them again from where "
-            "the model was trained."
-        )
-    if file_hash(path) != entry.get("sha256"):
-        raise UserError(
-            f"{where}: {path} is not the text whose hash {FILE} records; copy both again from where the model was "
-            "trained."
+            f"{where}: the run does not have the text of this code, or not the one whose hash {FILE} records; copy "
+            f"{FILE} and {FOLDER}/ again from where the model was trained."
         )
     return path
 

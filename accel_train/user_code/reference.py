@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-import functools
 import hashlib
 import json
 import sys
@@ -107,11 +106,8 @@ def short_name(option: str, text: str) -> str:
 def mistakes(option: str, text: str) -> list[str]:
     """Return what is wrong with the user's code that the value `text` of `option` names. Runs none of it."""
     where = f"--{option}"
-    head, _, name = text.rpartition(":")
-    prefix = next((prefix for prefix in PREFIXES[option] if text.startswith(prefix)), "")
-    if prefix:
-        if head.endswith(".py") and Path(head).is_file():
-            return [f"{where}: {text!r} begins like the prefix {prefix!r}. For your file, write './{text}'."]
+    name = text.rpartition(":")[2]
+    if text.startswith(PREFIXES[option]):
         return []
     if text.endswith(".py"):
         return [f"{where}: {text!r} is a file. Name the function in it, too: {text}:NAME.{_hint(text)}"]
@@ -202,15 +198,9 @@ def code_file(reference: Reference) -> Path | None:
     return Path(origin) if origin is not None and origin.endswith(".py") else None
 
 
-@functools.cache
-def _hash(path: Path, size: int, changed: int) -> str:
-    return hashlib.sha256(read_regular_file(path, follow=True)).hexdigest()
-
-
 def file_hash(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    status = path.stat()
-    return _hash(path, status.st_size, status.st_mtime_ns)
+    return hashlib.sha256(read_regular_file(path, follow=True)).hexdigest()
 
 
 def take_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -102,7 +102,7 @@ def pictures(root: Path, classes: tuple[str, ...]) -> None:
     ("classes", "said"),
     [
         (("ant", "bee", "cat"), "last layer loaded: the same classes"),
-        (("ant", "bee", "dog"), "new last layer: other classes ('cat' is not here)"),
+        (("ant", "bee", "dog"), "new last layer: other classes ('dog' is not there)"),
         (("ant", "bee", "dog", "elk"), "new last layer: 3 classes there, 4 here"),
     ],
 )

@@ -135,7 +135,7 @@ def test_an_exception_ends_all_processes_with_its_line_and_nothing_is_lost(tmp_p
     mine.write_text(FAILING.replace("calls > 2", "False"))
     done = helpers.run(*words, processes=3 - processes)
     assert done.returncode == 0, done.stderr
-    assert "has changed since the last start of this run" in done.stderr
+    assert "changed since the last start of this run" in done.stderr
     assert [line["epoch"] for line in evaluations(run, "val")] == [1, 2, 3]
     assert result_of(run)["updates"] == 30
 

@@ -106,7 +106,7 @@ def test_it_is_called_with_what_its_signature_takes(tmp_path: Path) -> None:
         ("deep", {"pretrained": True}, "has no published weights"),
         ("deep", {"gradient_checkpointing": True}, "mine.py:deep does not support it"),
         ("value", {}, "mine.py:value is an int; expected a function"),
-        ("nothing", {}, "has no 'nothing'. "),
+        ("nothing", {}, "has no 'nothing'."),
     ],
 )
 def test_what_is_wrong_is_one_line(name: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:

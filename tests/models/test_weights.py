@@ -53,7 +53,7 @@ def test_a_file_of_other_programs_is_loaded_whole(tmp_path: Path, wrap: str) -> 
     [
         (LETTERS, LETTERS, True, "last layer loaded: the same classes"),
         (LETTERS, LETTERS[::-1], True, "the same classes, in another order"),
-        (LETTERS, (*LETTERS[:-1], "z"), False, "new last layer: other classes ('j' is not here)"),
+        (LETTERS, (*LETTERS[:-1], "z"), False, "new last layer: other classes ('z' is not there)"),
         (LETTERS, LETTERS[:4], False, "new last layer: 10 classes there, 4 here"),
         (None, LETTERS[:4], False, "new last layer: 10 classes there, 4 here"),
     ],

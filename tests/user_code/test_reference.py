@@ -59,15 +59,6 @@ def test_a_wrong_name_is_told_without_running_the_file(text: str, message: str, 
     assert message in found
 
 
-def test_a_file_called_like_a_prefix_is_told_how_to_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("torchvision").mkdir()
-    Path("torchvision/mine.py").write_text(CODE)
-    (found,) = mistakes("model.name", "torchvision/mine.py:net")
-    assert found.endswith("For your file, write './torchvision/mine.py:net'.")
-    assert mistakes("model.name", "./torchvision/mine.py:net") == []
-
-
 def test_a_recipe_names_files_relative_to_itself_and_the_command_line_to_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
