@@ -123,8 +123,6 @@ class Data:
         Path | None, Free("it leaves out images that end a run otherwise; all others keep their index")
     ] = None
     """Skip the images in this list, which `accel-train check-data` writes."""
-    verify: Annotated[bool, Free("it compares the images with their index, and changes none")] = False
-    """Compare all image files and tar headers with the index of the data at the start, and make it anew."""
     placement: Annotated[
         Literal["auto", "device", "host", "disk"], Free("where the pixels are kept, not their values")
     ] = "auto"

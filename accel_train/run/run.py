@@ -325,10 +325,7 @@ class Run:
             except EvaluationError as error:  # raised by all processes: what was trained is not lost by it
                 self.save(wait=True)
                 newest = broadcast_from_main(self.accelerator, lambda: self.checkpoints.last_saved)
-                saved = (
-                    f"Saved: update {newest} of {self.state.update}; correct this, then: {self.resume_command} (after "
-                    "replacing an image also --data.verify true)"
-                )
+                saved = f"Saved: update {newest} of {self.state.update}; correct this, then: {self.resume_command}"
                 raise EvaluationError(*error.messages, saved) from error
             self._log_evaluation(name, self.evaluations[name].metrics, self.evaluations[name].count)
             warning = self.evaluations[name].warning(name)

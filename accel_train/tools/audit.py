@@ -222,7 +222,6 @@ def check_data(
     the list. Both are written whole or not at all, and the list never over that of another data set. Raises UserError.
     """
     whole = replace(data, skip_unreadable=None, val_fraction=0.0, test_fraction=0.0, train_limit=None, test_limit=None)
-    whole = replace(whole, verify=True)  # all images are read, so that to compare them with their index costs little
     output = output or default_list(data)
     json_file = json_file or output.with_name(f"audit-{output.stem.removeprefix('unreadable-')}.json")
     splits, mistakes = _read_splits(whole)

@@ -16,7 +16,7 @@ import shutil
 import tarfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
@@ -94,7 +94,7 @@ def write_shards(
         raise UserError(f"{output}: shards are written into a folder of this machine; upload them from there.")
     if data.name.partition("/")[0] in OF_FILES and data.root.resolve() in (output.resolve(), *output.resolve().parents):
         raise UserError(f"{output} is in the data's own folder, which would have the shards, too; name one beside it.")
-    splits = load_splits(replace(data, verify=True), seed)  # all images are read, so that to compare them costs little
+    splits = load_splits(data, seed)
     _warn(splits)
     sources = _ordered(splits, None if keep_order or encoding == "raw" else seed)
     keys = _keys(sources.values(), names_root(data))

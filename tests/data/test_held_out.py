@@ -42,7 +42,7 @@ def test_after_an_unreadable_validation_image_the_run_goes_on_where_it_was(tmp_p
     assert json.loads((run / "status.json").read_text())["state"] == "failed"
 
     bad.write_bytes(whole)
-    resumed = helpers.run(*words, run, "--data.verify", "true", processes=processes)  # its size is another one
+    resumed = helpers.run(*words, run, processes=processes)
     assert resumed.returncode == 0, resumed.stderr
     assert helpers.run(*words, tmp_path / "whole", processes=processes).returncode == 0
     assert (run / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()

@@ -53,7 +53,7 @@ class EncodedImages(ABC):
         """The error to raise for an image that cannot be read because of `error`."""
         advice = f"`{self.check_command}` lists all such images; --data.skip-unreadable LIST skips them."
         if isinstance(error, ChangedError):
-            advice = "If that is meant, give --data.verify true: the start then compares all images with the index."
+            advice = "If that is meant, run `touch` on its tar file: the next start then reads the headers again."
         return UserError(f"{self.name(id)} cannot be read: {_reason(error)}. {advice}", every_process=False)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
 from urllib.parse import quote
@@ -16,10 +15,10 @@ import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import ChangedError, EncodedImages, read_image
+from accel_train.data.sources.files.encoded import EncodedImages, read_image
 from accel_train.data.sources.files.index import Index, Progress, SplitFiles, indexed, splits_of_index
 from accel_train.data.sources.root import check_root
-from accel_train.data.sources.shared import SharedArray, StringArray
+from accel_train.data.sources.shared import StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, check_splits, given_splits, normal_name
 from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import UserError, first_of
@@ -33,17 +32,11 @@ class FileImages(EncodedImages):
 
     def __init__(self, root: Path, files: SplitFiles, data: Data) -> None:
         super().__init__(files.labels, data)
-        self.root, self.paths, self.stats = root, files.names, files.stats
+        self.root, self.paths = root, files.names
 
     def read(self, id: int) -> bytes:
         self.paths.check()
-        content = read_image(self.root / self.paths[id], self.max_pixels)
-        expected = -1 if self.stats is None else int(self.stats.array[id, 0])
-        if expected not in (-1, len(content)):
-            raise ChangedError(
-                f"it has {len(content):,} bytes, but the index of the data says {expected:,}, so it has changed since"
-            )
-        return content
+        return read_image(self.root / self.paths[id], self.max_pixels)
 
     def name(self, id: int) -> str:
         path = self.paths[id]  # a table may have absolute ones
@@ -65,7 +58,7 @@ def index_of(data: Data) -> Index:
     # With other folders for its splits, the same tree is other data.
     given = given_splits(data)
     kind = "folder" + "".join(f"-{split}={quote(name, safe='')}" for split, name in given.items())
-    return indexed(root, kind, lambda progress: _look(root, given, progress), verify=data.verify)
+    return indexed(root, kind, lambda progress: _look(root, given, progress))
 
 
 def _look(root: Path, given: Mapping[str, str], progress: Progress) -> Index:
@@ -81,14 +74,10 @@ def _look(root: Path, given: Mapping[str, str], progress: Progress) -> Index:
             f"{root} has symbolic links to folders that are already included; they are not followed: "
             f"{_some(contents.links)}"
         )
-    number = {path: number for number, path in enumerate(contents.images)}
     return Index(
         places=("", *contents.folders),
         classes=classes,
-        splits={
-            split: SplitFiles(StringArray(paths), labels, stats=SharedArray(contents.stats[[number[p] for p in paths]]))
-            for split, (paths, labels) in splits.items()
-        },
+        splits={split: SplitFiles(StringArray(paths), labels) for split, (paths, labels) in splits.items()},
         ignored=ignored_text(contents.others, len(contents.images) - sum(len(paths) for paths, _ in splits.values())),
         notes=tuple(notes),
         mistake=mistake,
@@ -203,7 +192,7 @@ def _samples(images: Iterable[str], prefix: str, classes: tuple[str, ...]) -> Sa
     return paths, torch.tensor(labels, dtype=torch.int64)
 
 
-# Which image files there are: in a tree of folders, or of those that a table lists; their sizes and times.
+# Which image files there are: in a tree of folders, or of those that a table lists.
 
 
 EXTENSIONS = (
@@ -230,8 +219,6 @@ class FolderContents:
     """How many other files there are of each extension: {".heic": 12}."""
     links: list[str]
     """Symbolic links to folders; of a tree those that are not followed, because the folders are already included."""
-    stats: npt.NDArray[np.int64] = field(compare=False)
-    """Of the images, as `SplitFiles.stats` has them."""
 
 
 def _list(root: Path, folder: str) -> FolderContents:
@@ -239,7 +226,6 @@ def _list(root: Path, folder: str) -> FolderContents:
     folders: list[str] = []
     links: list[str] = []
     images: list[str] = []
-    stats: list[tuple[int, int]] = []
     others: Counter[str] = Counter()
     try:
         with os.scandir(root / folder) as entries:
@@ -250,14 +236,13 @@ def _list(root: Path, folder: str) -> FolderContents:
                     (links if entry.is_symlink() else folders).append(entry.name)
                 elif is_image(entry.name):
                     images.append(entry.name)
-                    stats.append(entry_stats(entry))
                 else:
                     others[PurePath(entry.name).suffix.lower() or entry.name] += 1
     except OSError as error:  # os.walk would continue without the folder
         raise UserError(
             f"the folder {root / folder} cannot be read ({error.strerror}); make it readable or remove it."
         ) from error
-    return FolderContents(images, folders, others, links, np.array(stats, dtype=np.int64).reshape(-1, 2))
+    return FolderContents(images, folders, others, links)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -267,22 +252,12 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def entry_stats(entry: os.DirEntry[str]) -> tuple[int, int]:
-    """Size and time of a file, as `SplitFiles.stats` has them; of a link those of what it leads to."""
-    try:
-        status = entry.stat()
-    except OSError:  # a link that leads nowhere
-        return -1, -1
-    return status.st_size, status.st_mtime_ns
-
-
 def find_images(root: Path, progress: Progress | None = None) -> FolderContents:
     """The images in the tree of `root`; each folder counts once, even if symbolic links also lead to it.
 
     Raises UserError if a folder cannot be read.
     """
     images: list[str] = []
-    stats: list[npt.NDArray[np.int64]] = [np.empty((0, 2), dtype=np.int64)]
     folders: list[str] = []
     others: Counter[str] = Counter()
     repeated: list[str] = []
@@ -303,7 +278,6 @@ def find_images(root: Path, progress: Progress | None = None) -> FolderContents:
                 level += [prefix + name for name in listing.folders]
                 links += [prefix + name for name in listing.links]
                 images.extend(prefix + name for name in listing.images)
-                stats.append(listing.stats)
                 others.update(listing.others)
                 if progress is not None:
                     progress.images += len(listing.images)
@@ -322,19 +296,11 @@ def find_images(root: Path, progress: Progress | None = None) -> FolderContents:
                 links += walk(link)
             else:
                 repeated.append(link)
-    order = sorted(range(len(images)), key=images.__getitem__)
-    ordered = [images[number] for number in order]
-    return FolderContents(ordered, sorted(folders), others, sorted(repeated), np.concatenate(stats)[order])
+    return FolderContents(sorted(images), sorted(folders), others, sorted(repeated))
 
 
-Stats = tuple[int, int]
-"""A row of `SplitFiles.stats`."""
-MISSING = (-2, -2)
-
-
-def file_stats(root: Path, paths: Sequence[str], progress: Progress) -> npt.NDArray[np.int64]:
-    """The stats of the files `paths` below `root`, as `SplitFiles.stats` has them; MISSING of what is no file, nor a
-    link to one.
+def existing_files(root: Path, paths: Sequence[str], progress: Progress) -> npt.NDArray[np.bool_]:
+    """Which of `paths` below `root` are files, or links to one: bool [n].
 
     Each folder is listed once: on a network file system, asking for a million single files takes minutes.
     """
@@ -344,36 +310,29 @@ def file_stats(root: Path, paths: Sequence[str], progress: Progress) -> npt.NDAr
     folders = [
         (folder, [paths[index].rpartition("/")[2] for index in indices]) for folder, indices in by_folder.items()
     ]
-    rows: list[Stats] = []
-    for found in on_all_cores(partial(_stats_of, root), folders):
-        rows += found
-        progress.images = len(rows)
-    stats = np.empty((len(paths), 2), dtype=np.int64)
-    stats[[index for indices in by_folder.values() for index in indices]] = rows
-    return stats
+    are_files = np.empty(len(paths), dtype=np.bool_)
+    for indices, are_there in zip(by_folder.values(), on_all_cores(partial(_are_files, root), folders), strict=True):
+        are_files[indices] = are_there
+        progress.images += len(indices)
+    return are_files
 
 
-def _stats_of(root: Path, files: tuple[str, Sequence[str]]) -> list[Stats]:
+def _are_files(root: Path, files: tuple[str, Sequence[str]]) -> list[bool]:
     """Of `files`: a folder, and the names of the files in it."""
     folder, names = root / files[0], files[1]
     try:
         if len(names) > 3:
             wanted = set(names)
             with os.scandir(folder) as entries:
-                there = {
-                    entry.name: entry_stats(entry) for entry in entries if entry.name in wanted and entry.is_file()
-                }
-            return [there.get(name, MISSING) for name in names]
-    except (FileNotFoundError, NotADirectoryError):
-        return [MISSING] * len(names)
-    except OSError:  # a folder that may be entered but not listed, say
+                there = {entry.name for entry in entries if entry.name in wanted and entry.is_file()}
+            return [name in there for name in names]
+    except OSError:  # it is no folder, or one that may be entered but not listed
         pass
-    return [_stats_alone(folder / name) for name in names]
+    return [_is_file(folder / name) for name in names]
 
 
-def _stats_alone(file: Path) -> Stats:
+def _is_file(file: Path) -> bool:
     try:
-        status = file.stat()
+        return file.is_file()
     except (OSError, ValueError):  # as of a long name
-        return MISSING
-    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else MISSING
+        return False

@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from accel_train.untrusted import LARGEST, parse_json, read_regular_file
 
 SETTLED_SECONDS = 2.0
 """A file system's clock may tick once in two seconds. What has changed since then may change again unnoticed."""
-CHANGING = "its data has just changed, and may still be changing"
 LOCK_SECONDS = 3600.0
 """How long a process waits for another one's index before it looks through the data itself."""
 SLOW_SECONDS = 5.0
@@ -80,30 +79,18 @@ def indexed(
     kind: str,
     look: Callable[[Progress], Index],
     places: Callable[[], Sequence[str]] | None = None,
-    *,
-    verify: bool = False,
 ) -> Index:
     """Return the index of the data in `root`: the kept one, or if the data has changed the one that `look` makes.
 
     `kind`: the data's layout, part of the file's name. `places`: finds what is there now; None: the state of a folder
-    says whether a folder was added to it. `verify`: look in any case, and say what differs from the kept index. An
-    index that cannot be written is no error. Raises what `look` raises.
+    says whether a folder was added to it. An index that cannot be written is no error. Raises what `look` raises.
     """
     files = index_places(root, kind)
-    before = [*map(_version, files)]
-    if not verify:
-        kept, is_current = _find(files, root, places)
-        if kept is not None and is_current:
-            return kept
+    if (kept := _find(files, root, places)) is not None:
+        return kept
     with _lock(files[1].with_suffix(".lock")):
-        kept, is_current = _find(files, root, places)
-        # Another process made it while this one waited. To verify, each one looks that finds the file unchanged.
-        if kept is not None and is_current and not (verify and [*map(_version, files)] == before):
-            return kept
-        index = _make(root, files, look)
-    if kept is not None:
-        _tell_changes(root, kept, index, verified=verify)
-    return index
+        # Another process may have made it while this one waited.
+        return _find(files, root, places) or _make(root, files, look)
 
 
 def _make(root: Path, files: Sequence[Path], look: Callable[[Progress], Index]) -> Index:
@@ -112,67 +99,24 @@ def _make(root: Path, files: Sequence[Path], look: Callable[[Progress], Index]) 
     with Progress(root) as progress:
         index = look(progress)
     if index.missing:
-        return replace(index, unkept="files are missing")
+        return index
     with contextlib.suppress(OSError):  # what was looked at is not there any more
         # Their states come first: what changes after them is seen by the next start, what changed before them now.
         states = {place: _state(root, place) for place in index.places}
         if names is not None and names == _names(root) and _settled(root, index.places, began):
             return write_index(files, root, index, states)
-    return replace(index, unkept=CHANGING)
+    return index
 
 
-def _find(files: Sequence[Path], root: Path, places: Callable[[], Sequence[str]] | None) -> tuple[Index | None, bool]:
-    """The newest index that is that of the data as it is now, and True; or else of any earlier state, and False."""
-    stale = None
-    for file in sorted(files, key=_version, reverse=True):
+def _find(files: Sequence[Path], root: Path, places: Callable[[], Sequence[str]] | None) -> Index | None:
+    """The index that is that of the data as it is now, if there is one."""
+    for file in files:
         if (kept := read_index(file, root)) is not None:
             with contextlib.suppress(OSError):  # of data that is not there any more
-                known = sorted(kept.states)
-                same = places is None or sorted(places()) == known
+                same = places is None or sorted(places()) == sorted(kept.states)
                 if same and all(_state(root, place) == state for place, state in kept.states.items()):
-                    return kept, True
-            stale = kept if stale is None else stale
-    return stale, False
-
-
-def _version(file: Path) -> tuple[int, int]:
-    """Differs for each index that is written into the file; larger for later ones."""
-    try:
-        status = file.stat()
-    except OSError:
-        return 0, 0
-    return status.st_mtime_ns, status.st_ino
-
-
-def _tell_changes(root: Path, before: Index, now: Index, *, verified: bool) -> None:
-    """Say how the data differs from an earlier index of it."""
-    difference = _difference(before, now)
-    if difference:
-        where = f"There is a new index: {now.file}" if now.file else f"There is no new index: {now.unkept}"
-        LOGGER.info(f"{root} has changed since it was indexed: {difference}. {where}.")
-    elif verified:
-        LOGGER.info(f"{root}: all {len(now):,} images are as their index says.")
-
-
-def _difference(before: Index, now: Index) -> str:
-    """The first kind of difference between two indexes of the same data, in words; "": none that a training sees."""
-    if len(before) != len(now):
-        return f"{len(before):,} images then, {len(now):,} now"
-    if before.classes != now.classes or before.splits.keys() != now.splits.keys():
-        return "other classes or splits"
-    for split, files in now.splits.items():
-        old = before.splits[split]
-        if not (np.array_equal(old.names.text, files.names.text) and np.array_equal(old.names.ends, files.names.ends)):
-            return "other images"
-        if not torch.equal(old.labels, files.labels):
-            return "other labels"
-        if files.positions and old.positions and not np.array_equal(old.positions.array, files.positions.array):
-            return "other places in the tar files"
-        if files.stats and old.stats:
-            changed = np.flatnonzero((old.stats.array != files.stats.array).any(1))
-            if len(changed):
-                return f"{len(changed):,} image files have another size or time, such as {files.names[changed[0]]}"
-    return ""
+                    return kept
+    return None
 
 
 def splits_of_index(data: Data, index: Index, source_of: Callable[[SplitFiles], Source]) -> Splits:
@@ -231,7 +175,7 @@ def _settled(root: Path, places: Sequence[str], began: float) -> bool:
 # The index of a data set of files, and the safetensors file that keeps it: complete or absent, mapped into memory.
 
 
-VERSION = 4
+VERSION = 5
 """To be raised when an `Index` of the same files changes: other images are found, or other classes."""
 DTYPES = {"U8": "<u1", "BOOL": "?", "I64": "<i8"}
 """safetensors' names of data types -> NumPy's."""
@@ -252,8 +196,6 @@ class SplitFiles:
     """int64 [n], or bool [n, classes]."""
     positions: SharedArray | None = None
     """int64 [n, 3] of images in tar files: the tar file's number, the offset and the size in bytes."""
-    stats: SharedArray | None = None
-    """int64 [n, 2] of image files: the size in bytes and the time of the last change in ns; -1: not known."""
 
 
 @dataclass(frozen=True)
@@ -272,10 +214,6 @@ class Index:
     notes: tuple[str, ...] = ()
     mistake: str = ""
     """The last five as in `Splits`."""
-    file: Path | None = None
-    """Where it is kept; None: nowhere."""
-    unkept: str = ""
-    """Why it is kept nowhere: a part of a sentence."""
     states: Mapping[str, str] = field(default_factory=dict)
     """Of each place, when the index was made: what its file says."""
 
@@ -302,7 +240,6 @@ def read_index(file: Path, root: Path) -> Index | None:
             # They name the folder, which may have been copied together with its index.
             notes=tuple(note.replace(about["root"], str(root)) for note in about["notes"]),
             mistake=about["mistake"].replace(about["root"], str(root)),
-            file=file,
             states=about["states"],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError):
@@ -364,7 +301,6 @@ def _check(about: Mapping[str, Any], splits: Mapping[str, SplitFiles]) -> None:
         fits |= labels.dtype == np.bool_ and labels.shape == (count, len(about["classes"]))
         fits &= files.names.text.dtype == np.uint8 and files.names.ends.shape == (count,)
         fits &= files.names.ends.dtype == np.int64 and _is_within(files.names.ends, files.names.text.size + 1)
-        fits &= files.stats is None or files.stats.array.shape == (count, 2)
         if positions is not None:
             fits &= positions.array.shape == (count, 3) and _is_within(positions.array[:, 0], len(about["tars"]))
         if not fits:
@@ -378,12 +314,12 @@ def _is_within(values: np.ndarray[Any, Any], most: int) -> bool:
 def _split(arrays: Mapping[str, SharedArray], split: str) -> SplitFiles:
     names = StringArray.of(arrays[f"{split}.text"], arrays[f"{split}.ends"])
     labels = torch.from_numpy(arrays[f"{split}.labels"].array)
-    return SplitFiles(names, labels, arrays.get(f"{split}.positions"), arrays.get(f"{split}.stats"))
+    return SplitFiles(names, labels, arrays.get(f"{split}.positions"))
 
 
 def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping[str, str]) -> Index:
     """Write the index into the first of `files` that can be written: all of it, or nothing. Return it as it was read
-    back, mapped in place of what is in memory; with `unkept` if none can be written."""
+    back, mapped in place of what is in memory; or as it is if none can be written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -402,20 +338,16 @@ def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping
     }
     text = json.dumps(about)
     checksum = _checksum(text, {name: SharedArray(tensor.numpy()) for name, tensor in tensors.items()})
-    reasons = []
     for file in files:
-        try:
+        with contextlib.suppress(OSError, SafetensorError):  # a read-only folder, or a full disk
             file.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(file)
             with atomic_replacement(file) as temporary:
                 save_file(tensors, temporary, metadata={"index": text, "checksum": checksum})
                 set_default_permissions(temporary)
                 fsync(temporary)
-            again = read_index(file, root)
-            return replace(index if again is None else again, file=file)
-        except (OSError, SafetensorError) as error:  # a read-only folder, or a full disk: safetensors has its own error
-            reasons.append(f"{file.parent}: {(isinstance(error, OSError) and error.strerror) or error}")
-    return replace(index, unkept=f"it cannot be written ({'; '.join(reasons)})")
+            return read_index(file, root) or index
+    return index
 
 
 def _remove_leftovers(file: Path) -> None:
@@ -431,6 +363,5 @@ def _tensors(index: Index) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{split}.text", torch.from_numpy(files.names.text)
         yield f"{split}.ends", torch.from_numpy(files.names.ends)
         yield f"{split}.labels", files.labels
-        for name, array in (("positions", files.positions), ("stats", files.stats)):
-            if array is not None:
-                yield f"{split}.{name}", torch.from_numpy(array.array)
+        if files.positions is not None:
+            yield f"{split}.positions", torch.from_numpy(files.positions.array)

@@ -24,9 +24,9 @@ import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.folder import MISSING, FileImages, file_stats
+from accel_train.data.sources.files.folder import FileImages, existing_files
 from accel_train.data.sources.files.index import Index, Progress, SplitFiles, indexed, splits_of_index
-from accel_train.data.sources.shared import SharedArray, StringArray
+from accel_train.data.sources.shared import StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError, first_of, nearest, one_line
 from accel_train.untrusted import read_regular_file
@@ -72,14 +72,13 @@ def index_of(data: Data) -> Index:
     # Other columns of the same table are other data.
     kind = f"csv-{path.name}" + "".join(f"-{role}={quote(name, safe='')}" for role, name in given.items())
     names = {"path": "path", "label": "label", "split": "split", **given}
-    return indexed(path.parent, kind, lambda progress: _look(path, names, progress), verify=data.verify)
+    return indexed(path.parent, kind, lambda progress: _look(path, names, progress))
 
 
 def _look(path: Path, names: Mapping[str, str], progress: Progress) -> Index:
     """Read the table, and look for its files. `names`: path, label or split -> its column. Raises UserError."""
     rows, ignored = _read(path, names)
-    stats = file_stats(path.parent, [row.path for row in rows], progress)
-    is_missing = (stats == MISSING).all(1)
+    is_missing = ~existing_files(path.parent, [row.path for row in rows], progress)
     missing = [row for row, lost in zip(rows, is_missing, strict=True) if lost]
     mistake = ""
     if missing:
@@ -107,7 +106,7 @@ def _look(path: Path, names: Mapping[str, str], progress: Progress) -> Index:
         if not len(ids):
             continue
         paths, its_labels = [rows[id].path for id in ids], torch.from_numpy(labels[ids])
-        files[split] = SplitFiles(StringArray(paths), its_labels, stats=SharedArray(stats[ids]))
+        files[split] = SplitFiles(StringArray(paths), its_labels)
         for part in (split, *paths):
             digest.update(f"{part}\0".encode())
         digest.update(labels[ids].tobytes())

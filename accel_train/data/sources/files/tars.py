@@ -220,7 +220,7 @@ def index_of(data: Data, root: Path) -> Index:
     if not places():
         raise UserError(f"--data.root {root} is neither a tar file nor a folder with tar files.")
 
-    return indexed(root, "tar", lambda progress: _look(root, places(), progress), places, verify=data.verify)
+    return indexed(root, "tar", lambda progress: _look(root, places(), progress), places)
 
 
 def _look(root: Path, tars: list[str], progress: Progress) -> Index:

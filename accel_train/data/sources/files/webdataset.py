@@ -47,7 +47,7 @@ def webdataset(data: Data, folder: Path | None = None) -> Splits:
 
 def index_of(data: Data, root: Path) -> Index:
     """Raises UserError."""
-    return indexed(root, "wds", lambda progress: _look(root, progress), lambda: _places(root), verify=data.verify)
+    return indexed(root, "wds", lambda progress: _look(root, progress), lambda: _places(root))
 
 
 def _places(root: Path) -> list[str]:
