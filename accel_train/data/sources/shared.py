@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import weakref
-import zlib
 from collections.abc import Iterator, Sequence
-from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from accel_train.data.compat import DupFd
-from accel_train.errors import UserError
-from accel_train.untrusted import open_regular_file
 
 BLOCK = 1 << 14  # strings of which the bytes are copied at a time
 
@@ -40,72 +30,6 @@ class SharedArray:
 
     def __setstate__(self, tensor: Any) -> None:
         self.array, self._tensor = tensor.numpy(), tensor
-
-    def check(self) -> None:
-        """Raise UserError if the array is not any more what it was."""
-
-
-class MappedFile:
-    """A file mapped into memory: the system reads it once for all processes of a machine, and drops what nobody uses.
-
-    Workers get the open file, not its name: another file may have that name by now.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Raises OSError, and ValueError if the file is empty."""
-        self.path = path
-        self._map(open_regular_file(path, follow=True))
-        self._state, self._checksum = self._now(), zlib.crc32(self.bytes)
-
-    def _map(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
-        self.bytes = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)  # writable, as torch requires
-
-    def _now(self) -> tuple[int, int]:
-        status = os.fstat(self._descriptor)
-        return status.st_size, status.st_mtime_ns
-
-    def __getstate__(self) -> Any:
-        return self.path, self._state, self._checksum, DupFd(self._descriptor)
-
-    def __setstate__(self, given: Any) -> None:
-        self.path, self._state, self._checksum, descriptor = given
-        self._map(descriptor.detach())
-
-    def check(self) -> None:
-        """Raise UserError if the file has another content than when it was opened. That another file took its name, or
-        that it was touched, does no harm."""
-        state = self._now()
-        if state == self._state:
-            return
-        if state[0] != self._state[0] or zlib.crc32(self.bytes) != self._checksum:
-            raise UserError(
-                f"{self.path} was overwritten while this process was using it, so the images that it names are not "
-                "known any more: start again when the data is complete.",
-                every_process=False,
-            )
-        self._state = state
-
-
-class MappedArray(SharedArray):
-    """An array in a `MappedFile`, which costs no process any memory."""
-
-    def __init__(self, file: MappedFile, dtype: str, shape: Sequence[int], offset: int) -> None:
-        """`dtype`: NumPy's name, such as "<i8"; `offset` in bytes. Raises ValueError if it is not inside the file."""
-        self.__setstate__((file, dtype, tuple(shape), offset))
-
-    def __getstate__(self) -> Any:
-        return self._place
-
-    def __setstate__(self, place: Any) -> None:
-        self._place = file, dtype, shape, offset = place
-        self.file = file
-        flat = np.frombuffer(file.bytes, dtype, prod(shape), offset) if prod(shape) else np.empty(0, dtype)
-        self.array = flat.reshape(shape)
-
-    def check(self) -> None:
-        self.file.check()
 
 
 class StringArray:
@@ -150,7 +74,3 @@ class StringArray:
             for end in ends:
                 yield text[start - base : end - base].decode(errors="surrogateescape")
                 start = end
-
-    def check(self) -> None:
-        """Raise UserError if the strings are not any more what they were."""
-        self._text.check()

@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.shared import MappedArray, MappedFile, SharedArray, StringArray
+from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import Source, Splits, splits_of_files
 from accel_train.errors import LOGGER
-from accel_train.files import atomic_replacement, file_system, fsync, set_default_permissions
+from accel_train.files import atomic_replacement, fsync, set_default_permissions
 from accel_train.untrusted import LARGEST, parse_json, read_regular_file
 
 SETTLED_SECONDS = 2.0
@@ -104,7 +105,7 @@ def _make(root: Path, files: Sequence[Path], look: Callable[[Progress], Index]) 
         # Their states come first: what changes after them is seen by the next start, what changed before them now.
         states = {place: _state(root, place) for place in index.places}
         if names is not None and names == _names(root) and _settled(root, index.places, began):
-            return write_index(files, root, index, states)
+            write_index(files, root, index, states)
     return index
 
 
@@ -172,16 +173,11 @@ def _settled(root: Path, places: Sequence[str], began: float) -> bool:
     return newest < began - SETTLED_SECONDS
 
 
-# The index of a data set of files, and the safetensors file that keeps it: complete or absent, mapped into memory.
+# The index of a data set of files, and the safetensors file that keeps it: complete or absent.
 
 
 VERSION = 5
 """To be raised when an `Index` of the same files changes: other images are found, or other classes."""
-DTYPES = {"U8": "<u1", "BOOL": "?", "I64": "<i8"}
-"""safetensors' names of data types -> NumPy's."""
-NOT_MAPPED = ("nfs", "cifs", "smb", "9p", "fuse")
-"""How the names of file systems begin whose files another machine can take away while they are open. To read such a
-file that is mapped would end the process (SIGBUS), so it is copied into memory."""
 LEFTOVER_SECONDS = 24 * 3600.0
 """A temporary file of this age was left by a process that was killed."""
 
@@ -242,38 +238,19 @@ def read_index(file: Path, root: Path) -> Index | None:
             mistake=about["mistake"].replace(about["root"], str(root)),
             states=about["states"],
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError):
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None
+    except MemoryError:
         return None
 
 
 def _arrays(file: Path) -> tuple[dict[str, str], dict[str, SharedArray]]:
-    """The metadata and the arrays of a safetensors file: the header's length in 8 bytes, the header in JSON, the data.
+    """The metadata and the arrays of a safetensors file, which may be damaged."""
+    from safetensors.torch import load
 
-    safetensors' own reader gives tensors that cannot be passed to workers as what they are, a part of this file.
-    """
-    file.stat()  # the usual answer, that there is none, costs nothing else
-    source: MappedFile | None = None
-    if file_system(file.parent).startswith(NOT_MAPPED):
-        content: Any = bytearray(read_regular_file(file, LARGEST, follow=True))
-    else:
-        source = MappedFile(file)
-        content = source.bytes
-    start = 8 + int.from_bytes(content[:8], "little")
-    header = parse_json(bytes(content[8:start]))
-    arrays: dict[str, SharedArray] = {}
-    metadata: dict[str, str] = header.pop("__metadata__")
-    end = start
-    for name, entry in header.items():
-        dtype, shape, (first, last) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        end = max(end, start + last)
-        if source is not None:
-            arrays[name] = MappedArray(source, dtype, shape, start + first)
-        else:
-            count = (last - first) // np.dtype(dtype).itemsize
-            arrays[name] = SharedArray(np.frombuffer(content, dtype, count, start + first).reshape(shape))
-    if end != len(content):
-        raise ValueError("bytes are missing, or follow the data")
-    return metadata, arrays
+    content = read_regular_file(file, LARGEST, follow=True)
+    header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return header["__metadata__"], {name: SharedArray(tensor.numpy()) for name, tensor in load(content).items()}
 
 
 def _checksum(about: str, arrays: Mapping[str, SharedArray]) -> str:
@@ -302,7 +279,9 @@ def _check(about: Mapping[str, Any], splits: Mapping[str, SplitFiles]) -> None:
         fits &= files.names.text.dtype == np.uint8 and files.names.ends.shape == (count,)
         fits &= files.names.ends.dtype == np.int64 and _is_within(files.names.ends, files.names.text.size + 1)
         if positions is not None:
-            fits &= positions.array.shape == (count, 3) and _is_within(positions.array[:, 0], len(about["tars"]))
+            places = positions.array
+            fits &= places.dtype == np.int64 and places.shape == (count, 3)
+            fits &= bool(fits) and _is_within(places[:, 0], len(about["tars"]))
         if not fits:
             raise ValueError("its arrays do not fit to each other")
 
@@ -317,10 +296,8 @@ def _split(arrays: Mapping[str, SharedArray], split: str) -> SplitFiles:
     return SplitFiles(names, labels, arrays.get(f"{split}.positions"))
 
 
-def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping[str, str]) -> Index:
-    """Write the index into the first of `files` that can be written: all of it, or nothing. Return it as it was read
-    back, mapped in place of what is in memory; or as it is if none can be written."""
-    from safetensors import SafetensorError
+def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping[str, str]) -> None:
+    """Write the index into the first of `files` that can be written: all of it, or nothing."""
     from safetensors.torch import save_file
 
     tensors = dict(_tensors(index))
@@ -346,8 +323,7 @@ def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping
                 save_file(tensors, temporary, metadata={"index": text, "checksum": checksum})
                 set_default_permissions(temporary)
                 fsync(temporary)
-            return read_index(file, root) or index
-    return index
+            return
 
 
 def _remove_leftovers(file: Path) -> None:

@@ -80,7 +80,6 @@ class TarImages(EncodedImages):
         return torch.from_numpy(self.positions.array[:, 0])
 
     def read(self, id: int) -> bytes:
-        self.names.check()
         tar, offset, size = map(int, self.positions.array[id])
         with open_to_read(self.folder / self.tars[tar], buffering=0) as file:
             file.seek(offset - tarfile.BLOCKSIZE)
@@ -106,7 +105,6 @@ class TarImages(EncodedImages):
         When it is read first, its place and its checksum are verified. Raises OSError, and ValueError for an empty tar
         file.
         """
-        self.names.check()
         tar, offset, size = self.positions.array[id].tolist()
         if tar not in self._maps:
             if len(self._maps) == MOST_MAPPED:

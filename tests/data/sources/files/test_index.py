@@ -16,7 +16,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 from test_tars import image, pack, values
@@ -317,7 +316,7 @@ def _fill_the_disk(root: Path, most: int) -> None:
     assert len(content(root, "folder")[4][0]) == 6
 
 
-@pytest.mark.parametrize("most", [0, 100, 1000])
+@pytest.mark.parametrize("most", [0, 100, 700])
 def test_a_full_disk_costs_the_index_and_nothing_else(tmp_path: Path, caches: Path, most: int) -> None:
     root = make(tmp_path / "data", "folder")
     process = multiprocessing.get_context("fork").Process(target=_fill_the_disk, args=(root, most))
@@ -327,7 +326,7 @@ def test_a_full_disk_costs_the_index_and_nothing_else(tmp_path: Path, caches: Pa
     assert sorted(path.name for path in root.iterdir()) == ["train"] and not [*caches.rglob("*.safetensors*")]
     content(root, "folder")
     (file,) = kept(root)
-    assert file.stat().st_size > 1000
+    assert file.stat().st_size > 700
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
@@ -429,19 +428,6 @@ def test_a_worker_keeps_the_index_that_it_was_given(tmp_path: Path) -> None:
     assert [source.name(i) for i in range(6)] == names and len(values(source)) == 6
 
 
-def test_an_index_that_is_overwritten_in_place_ends_what_uses_it(tmp_path: Path) -> None:
-    root = make(tmp_path / "data", "folder")
-    content(root, "folder")
-    source = load.read_splits(Data(name="folder", root=root)).train
-    (file,) = kept(root)
-    whole = file.read_bytes()
-    os.utime(file)
-    assert len(source.fetch([0])) == 1  # it is the same
-    file.write_bytes(whole[:-20] + b"0" * 20)  # as `cp` does: other names, or another image
-    with pytest.raises(UserError, match="was overwritten while this process was using it"):
-        source.fetch([0])
-
-
 def test_what_needs_many_processes_finds_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in KINDS:
         root = make(tmp_path / kind, kind)
@@ -465,18 +451,6 @@ def test_a_mistake_that_another_process_finds(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(worker_processes, "available_cores", lambda: 2)
     with pytest.raises(UserError, match=r"the tar file .*val-0\.tar cannot be read"):
         content(root, "tar")
-
-
-def test_on_a_network_file_system_it_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = make(tmp_path / "data", "tar")
-    first = content(root, "tar")
-    (file,) = kept(root)
-    mapped = index.read_index(file, root)
-    monkeypatch.setattr(index, "file_system", lambda folder: "nfs4")
-    copied = index.read_index(file, root)
-    assert mapped and copied and content(root, "tar") == first
-    kinds = [type(found.splits["train"].positions).__name__ for found in (mapped, copied)]
-    assert kinds == ["MappedArray", "SharedArray"]
 
 
 def test_a_long_look_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -512,7 +486,7 @@ def damages(content: bytes) -> Iterator[bytes]:
             checksum = zlib.crc32(text.encode())
             for name in sorted(arrays):
                 first, last = arrays[name]["data_offsets"]
-                kind = np.dtype(index.DTYPES[arrays[name]["dtype"]])
+                kind = {"U8": "uint8", "BOOL": "bool", "I64": "int64"}[arrays[name]["dtype"]]
                 described = f"{name} {kind} {tuple(arrays[name]['shape'])}"
                 checksum = zlib.crc32(data[first:last], zlib.crc32(described.encode(), checksum))
             yield packed({**arrays, "__metadata__": {"index": text, "checksum": str(checksum)}})
