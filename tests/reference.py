@@ -49,7 +49,6 @@ EXAMPLES: dict[str, str] = {
     "data.train-limit": "1000",
     "data.test-limit": "100",
     "data.skip-unreadable": "--data.name folder --data.root photos --data.skip-unreadable unreadable-photos.txt",
-    "data.max-pixels": "500000000",
     "data.workers": "4",
     "data.channels": "--data.name folder --data.root scans --data.channels 1",
     "augment.resize": "--augment.resize 256 --model.image-size 224",

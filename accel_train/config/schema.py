@@ -137,10 +137,6 @@ class Data:
     """The column of the images; default: path (csv) or image (hfds)."""
     label_column: Annotated[str | None, DECIDES_SAMPLES] = None
     """The column of the labels; default: label."""
-    max_pixels: Annotated[
-        int, POSITIVE, Free("it leaves out images that end a run otherwise; all others keep their index")
-    ] = 178_956_970
-    """Refuse larger images: a small malicious file can fill the memory when decoded."""
     workers: Annotated[int | None, NOT_NEGATIVE, Free("how an update is computed, not its result")] = None
     """Image-loading workers of each process; default: 0 for data in memory, else all cores."""
     channels: Annotated[int, CHANNELS] = 3

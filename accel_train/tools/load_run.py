@@ -23,7 +23,7 @@ from accel_train.config.schema import Augment, Config, Data, Model, value
 from accel_train.config.url import is_url
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.folder import find_images, ignored_text
-from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, decode, to_tensor
+from accel_train.data.sources.files.images import ImageError, decode, to_tensor
 from accel_train.data.sources.load import splits_of
 from accel_train.data.sources.splits import Splits
 from accel_train.data.transforms.batch import BatchTransform
@@ -96,7 +96,6 @@ def classify_files(
     files: Sequence[Path],
     top_k: int | None,
     threshold: float | None = None,
-    max_pixels: int = MAX_PIXELS,
     *,
     batch_size: int = 64,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -112,7 +111,7 @@ def classify_files(
 
     def read(path: Path) -> Tensor | str:
         try:
-            return preprocessing.resize(decode(read_image(path, max_pixels), info.channels, max_pixels))
+            return preprocessing.resize(decode(read_image(path), info.channels))
         except (ImageError, OSError) as error:
             return (isinstance(error, OSError) and error.strerror) or str(error)
 
@@ -313,8 +312,7 @@ class LoadedRun:
         """
         try:
             if isinstance(image, (str, Path)):
-                most = self.config.data.max_pixels
-                image = decode(read_image(Path(image), most), self.info.channels, most)
+                image = decode(read_image(Path(image)), self.info.channels)
             elif isinstance(image, Image.Image):
                 image = to_tensor(image, self.info.channels)
         except (ImageError, OSError) as error:
@@ -335,8 +333,7 @@ class LoadedRun:
         self, files: Sequence[Path], top_k: int | None, threshold: float | None = None, **options: Any
     ) -> Iterator[Prediction]:
         """Yield the prediction of each file. For `options` see `classify_files`. Raises UserError."""
-        most = self.config.data.max_pixels
-        return classify_files(self.model, self.preprocessing, self.info, files, top_k, threshold, most, **options)
+        return classify_files(self.model, self.preprocessing, self.info, files, top_k, threshold, **options)
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of one kind: "train", "eval", "checkpoint" or "event". A torn line is left out."""

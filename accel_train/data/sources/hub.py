@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import BYTES_OF_HEADERS, EncodedImages, most_bytes, read_image
+from accel_train.data.sources.files.encoded import BYTES_OF_HEADERS, MAX_BYTES, EncodedImages, read_image
 from accel_train.data.sources.files.images import ImageError
 from accel_train.data.sources.splits import Source, Splits, named_splits, numbered, splits_of_files
 from accel_train.errors import UserError, first_of, nearest
@@ -40,19 +40,19 @@ class HubImages(EncodedImages):
         self.label, self.images = label, images
 
     def read(self, id: int) -> bytes:
-        return _file_of(self.images[id][self.column], self.max_pixels)
+        return _file_of(self.images[id][self.column])
 
     def name(self, id: int) -> str:
         return f"{self.label} image {id}"
 
 
-def _file_of(image: dict[str, Any] | None, max_pixels: int) -> bytes:
+def _file_of(image: dict[str, Any] | None) -> bytes:
     """The bytes of an image that a Hugging Face dataset does not decode. Raises OSError and ImageError."""
     if image is None:
         raise OSError("the dataset has a label but no image there")
-    content: bytes = image["bytes"] or read_image(Path(image["path"]), max_pixels)
-    if len(content) > most_bytes(max_pixels):
-        raise ImageError(f"it has {len(content):,} bytes with max-pixels {max_pixels:,}")
+    content: bytes = image["bytes"] or read_image(Path(image["path"]))
+    if len(content) > MAX_BYTES:
+        raise ImageError(f"it has {len(content):,} bytes, more than an image can have")
     return content
 
 

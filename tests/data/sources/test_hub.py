@@ -95,10 +95,9 @@ def test_other_column_names_unreadable_images_and_unlabelled_tests(
         found.train.fetch([2])
     with pytest.raises(UserError, match=r"train image 3 cannot be read: the dataset has a label but no image there"):
         found.train.fetch([3])
-    monkeypatch.setattr("accel_train.data.sources.files.encoded.BYTES_OF_HEADERS", 10)
-    small = load(f"hfds/{tmp_path / 'set'}", tmp_path / "cache", channels=1, max_pixels=5, **columns)
-    with pytest.raises(UserError, match=r"train image 0 cannot be read: it has \d+ bytes with max-pixels 5"):
-        small.train.fetch([0])
+    monkeypatch.setattr("accel_train.data.sources.hub.MAX_BYTES", 50)
+    with pytest.raises(UserError, match=r"train image 0 cannot be read: it has \d+ bytes, more than an image can have"):
+        found.train.fetch([0])
 
 
 def test_columns_that_are_named(tmp_path: Path, datasets) -> None:

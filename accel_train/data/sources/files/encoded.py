@@ -17,6 +17,8 @@ from accel_train.untrusted import TooLargeError, read_regular_file
 BYTES_OF_PIXEL = 8
 """Four channels of 16 bits, not compressed."""
 BYTES_OF_HEADERS = 1 << 26
+MAX_BYTES = BYTES_OF_HEADERS + BYTES_OF_PIXEL * MAX_PIXELS
+"""The bytes that the file of an image can have, in any format."""
 
 
 class EncodedImages(ABC):
@@ -27,7 +29,6 @@ class EncodedImages(ABC):
     def __init__(self, labels: torch.Tensor, data: Data) -> None:
         """labels: int64 [n]; data: the options of the data set."""
         self.labels, self.channels, self.check_command = labels, data.channels, check_command(data)
-        self.max_pixels = data.max_pixels
 
     @abstractmethod
     def read(self, id: int) -> bytes:
@@ -66,7 +67,7 @@ class _SourceImage(LazyImage):
 
     def __init__(self, source: EncodedImages, id: int) -> None:
         self.source, self.id = source, id
-        super().__init__(source.read(id), source.channels, source.max_pixels)
+        super().__init__(source.read(id), source.channels)
 
     def pixels(self) -> torch.Tensor:
         try:
@@ -87,20 +88,15 @@ def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def most_bytes(max_pixels: int) -> int:
-    """The bytes that a file of an image of so many pixels can have, in any format."""
-    return BYTES_OF_HEADERS + BYTES_OF_PIXEL * max_pixels
-
-
-def read_image(path: Path, max_pixels: int = MAX_PIXELS) -> bytes:
-    """The bytes of an image file. Raises ImageError if they are more than `max_pixels` need in any format, and OSError.
+def read_image(path: Path) -> bytes:
+    """The bytes of an image file. Raises ImageError if they are more than MAX_BYTES, and OSError.
 
     A pipe or a device is an OSError, too: reading it could take for ever.
     """
     try:
-        return read_regular_file(path, most_bytes(max_pixels), follow=True)
+        return read_regular_file(path, MAX_BYTES, follow=True)
     except TooLargeError as error:
-        raise ImageError(f"it has {error.strerror} with max-pixels {max_pixels:,}") from error
+        raise ImageError(f"it has {error.strerror}") from error
 
 
 def check_command(data: Data) -> str:

@@ -35,7 +35,7 @@ class FileImages(EncodedImages):
         self.root, self.paths = root, files.names
 
     def read(self, id: int) -> bytes:
-        return read_image(self.root / self.paths[id], self.max_pixels)
+        return read_image(self.root / self.paths[id])
 
     def name(self, id: int) -> str:
         path = self.paths[id]  # a table may have absolute ones

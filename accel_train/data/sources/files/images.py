@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 import struct
-import threading
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -23,10 +21,6 @@ except ImportError:  # there are no wheels for some platforms
 if TYPE_CHECKING:
     from PIL import Image
 
-_LIMIT_LOCK = threading.Lock()
-_LIMITS: list[int | None] = []
-"""Pillow's limit as it was before, and one entry for each thread that is decoding."""
-
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -37,16 +31,17 @@ def default_mean_std(channels: int) -> tuple[tuple[float, ...], tuple[float, ...
     return IMAGENET_MEAN, IMAGENET_STD
 
 
-MAX_PIXELS = 178_956_970  # twice the size at which Pillow warns of a "decompression bomb"
+MAX_PIXELS = 178_956_970
+"""Pillow refuses larger images as "decompression bombs", also inside a file such as an icon."""
 
 
 Box = tuple[int, int, int, int]
 """Top, left, height and width, in pixels."""
 
 
-def decode(data: bytes, channels: int, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
+def decode(data: bytes, channels: int) -> torch.Tensor:
     """The image in `data`, as uint8 [channels, H, W]; see `LazyImage`. Raises ImageError."""
-    return LazyImage(data, channels, max_pixels).pixels()
+    return LazyImage(data, channels).pixels()
 
 
 class LazyImage:
@@ -60,11 +55,11 @@ class LazyImage:
     reducible = False
     """Whether the image can be decoded at a smaller scale: an RGB or grey JPEG, not CMYK."""
 
-    def __init__(self, data: bytes, channels: int, max_pixels: int = MAX_PIXELS) -> None:
-        """channels: 3 (RGB) or 1 (grey); max_pixels: limit of the size. Raises ImageError."""
+    def __init__(self, data: bytes, channels: int) -> None:
+        """channels: 3 (RGB) or 1 (grey). Raises ImageError."""
         if not data:
             raise ImageError("the file is empty")
-        self.data, self.channels, self.max_pixels = data, channels, max_pixels
+        self.data, self.channels = data, channels
         self.image: Image.Image | None = None
         self.orientation = 1
         if (plain := plain_jpeg(data)) is not None:
@@ -82,7 +77,7 @@ class LazyImage:
         from PIL import Image
 
         if self.image is None:
-            with _strictly(self.max_pixels):
+            with _strictly():
                 self.image = Image.open(io.BytesIO(self.data))
         return self.image
 
@@ -92,7 +87,7 @@ class LazyImage:
             raise ImageError("it is PostScript, which is a program and not an image; convert it to PNG")
         self.stored_width, self.stored_height = image.size
         self._check_size()
-        with _strictly(self.max_pixels):
+        with _strictly():
             check_pages(image)
             check_depth(image)
             self.orientation = _orientation(image, self.data)
@@ -100,15 +95,18 @@ class LazyImage:
         self.stored_channels = 1 if image.mode == "L" else 3
 
     def _check_size(self) -> None:
-        if self.stored_width * self.stored_height > self.max_pixels:
-            raise _too_many(self.stored_width * self.stored_height, self.max_pixels)
+        if self.stored_width * self.stored_height > MAX_PIXELS:
+            raise ImageError(
+                f"it has {self.stored_width * self.stored_height:,} pixels, more than {MAX_PIXELS:,}: a malicious file "
+                "could fill the memory; cut it into parts"
+            )
 
     def pixels(self) -> torch.Tensor:
         """The pixels, uint8 [channels, H, W]. Raises ImageError."""
         decoded = self._decode_jpeg(self.channels) if self.reducible else None
         if decoded is not None:
             return apply_orientation(_as_tensor(decoded), self.orientation)
-        with _strictly(self.max_pixels), self._opened() as image:
+        with _strictly(), self._opened() as image:
             if self.reducible and self.channels == 1:
                 image.draft("L", None)  # the luminance, which simplejpeg gives, too
             return apply_orientation(to_tensor(image, self.channels), self.orientation)
@@ -130,7 +128,7 @@ class LazyImage:
         if decoded is not None:
             whole = Image.fromarray(decoded if self.stored_channels == 3 else decoded[..., 0])
         else:
-            with _strictly(self.max_pixels), self._opened() as whole:
+            with _strictly(), self._opened() as whole:
                 whole.draft(None, (whole.width // reduction, whole.height // reduction))
                 whole.load()
         mode = "L" if self.channels == 1 else "RGB"
@@ -181,13 +179,12 @@ def _orientation(image: Image.Image, data: bytes) -> int:
 
 
 @contextlib.contextmanager
-def _strictly(max_pixels: int) -> Iterator[None]:
-    """Convert every error of an image decoder into an ImageError. Pillow's own limit is `max_pixels` meanwhile: it also
-    holds for a picture inside the file, such as that of an icon, whose header may announce another size."""
-    from PIL import Image, UnidentifiedImageError
+def _strictly() -> Iterator[None]:
+    """Convert every error of an image decoder into an ImageError."""
+    from PIL import UnidentifiedImageError
 
-    with _limit_of_pillow(max_pixels), warnings.catch_warnings():
-        # PIL warns of invalid metadata, which does not matter here.
+    with warnings.catch_warnings():
+        # PIL warns of invalid metadata, which does not matter here, and of half the number of pixels that it refuses.
         warnings.simplefilter("ignore")
         try:
             yield
@@ -195,37 +192,8 @@ def _strictly(max_pixels: int) -> Iterator[None]:
             raise ImageError("it is not an image of a known format") from None
         except MemoryError:
             raise
-        except Image.DecompressionBombError as error:
-            found = re.search(r"[0-9]+", str(error))
-            raise _too_many(int(found[0]) if found else 0, max_pixels) from error
         except Exception as error:  # PIL's readers raise nearly anything on damaged data: SyntaxError, struct.error, …
-            raise ImageError(str(error) or type(error).__name__) from error
-
-
-@contextlib.contextmanager
-def _limit_of_pillow(max_pixels: int) -> Iterator[None]:
-    """Set Pillow's limit, which is global, and restore it when the last thread that has set it is done."""
-    from PIL import Image
-
-    with _LIMIT_LOCK:
-        if not _LIMITS:
-            _LIMITS.append(Image.MAX_IMAGE_PIXELS)
-        _LIMITS.append(None)
-        Image.MAX_IMAGE_PIXELS = max_pixels / 2  # type: ignore[assignment]  # Pillow refuses what has twice as many
-    try:
-        yield
-    finally:
-        with _LIMIT_LOCK:
-            _LIMITS.pop()
-            if len(_LIMITS) == 1:
-                Image.MAX_IMAGE_PIXELS = _LIMITS.pop()
-
-
-def _too_many(pixels: int, most: int) -> ImageError:
-    return ImageError(
-        f"it has {pixels:,} pixels, more than max-pixels ({most:,}): a malicious file could fill the memory; raise the "
-        "limit if you trust the file"
-    )
+            raise ImageError(str(error).rstrip(".") or type(error).__name__) from error
 
 
 def to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
