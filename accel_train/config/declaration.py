@@ -46,10 +46,6 @@ ALL_POSITIVE = Bound("numbers greater than 0", lambda x: all(number > 0 for numb
 MILESTONES = Bound("positive epochs in increasing order", lambda x: list(x) == sorted(set(x)) and min(x, default=1) > 0)
 
 
-SPLIT = Bound(
-    "the name of a split (data.val-fraction and data.test-fraction take a part)",
-    lambda x: bool(x.strip()) and not x.replace(".", "").isdigit(),
-)
 MODEL_NAME = Bound(
     "the name of a model",
     bool,

@@ -442,6 +442,7 @@ SYNONYMS = {
     "model.pretrained": "finetune",
     "data.root": "data-dir data-path datadir",
     "data.name": "dataset dataset-name",
+    "data.val-fraction": "val-split validation-split",
     "data.workers": "num-workers nworkers dataloader-num-workers",
     "augment.policy": "aa auto-augment",
     "augment.crop-fraction": "crop-pct",

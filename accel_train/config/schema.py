@@ -50,7 +50,6 @@ from accel_train.config.declaration import (
     POLICY,
     POSITIVE,
     SCHEDULE_NAME,
-    SPLIT,
     WITHOUT_MOMENTUM,
     Bound,
     Free,
@@ -91,12 +90,6 @@ class Data:
     """Fraction of the training samples for validation, if the dataset has no such split."""
     test_fraction: Annotated[float, PART, DECIDES_SAMPLES] = 0.0
     """Fraction of the samples for the test, if the dataset has no such split."""
-    train_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
-    """folder, hfds: the folder, or the split of the hub, to train on; default: train or training."""
-    val_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
-    """The same for validation; default: val, valid, validation or dev."""
-    test_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
-    """The same for the test; default: test or testing."""
     only_classes: Annotated[tuple[str, ...], DECIDES_SAMPLES] = ()
     """Use only the images of these classes, by name; their order is that of the model's outputs. Default: all."""
     train_limit: Annotated[int | None, POSITIVE, DECIDES_SAMPLES] = None

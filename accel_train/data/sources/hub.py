@@ -90,7 +90,7 @@ def _hugging_face(data: Data, folder: Path | None) -> Splits:
             f"the data '{data.name}' would be read by the builder {builder} of datasets: expected one of images "
             f"({', '.join(BUILDERS)}); others may run code that is in the data."
         )
-    named = named_splits(datasets.get_dataset_split_names(**where), data)
+    named = named_splits(datasets.get_dataset_split_names(**where), data.name)
     tables = {split: datasets.load_dataset(split=stored, **where) for split, stored in named.items()}
     return splits_of_tables(data, tables, named)
 

@@ -16,7 +16,7 @@ from accel_train.config.schema import Config, Data
 from accel_train.data.sources.arrays import PUBLISHED, digits, synthetic, torchvision_set
 from accel_train.data.sources.divide import divide
 from accel_train.data.sources.root import check_root
-from accel_train.data.sources.splits import Source, Splits, Subset, given_splits
+from accel_train.data.sources.splits import Source, Splits, Subset
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import parse_reference, short_name
 
@@ -79,11 +79,6 @@ def read_splits(data: Data, *, size: int = SYNTHETIC_SIZE, download: bool = True
                 f"--data.{option} {column}: only csv and hfds/NAME have columns, and --data.name is "
                 f"'{short_name('data.name', data.name)}'; remove it."
             )
-    if given_splits(data) and data.name.partition("/")[0] not in ("folder", "hfds"):
-        raise UserError(
-            "--data.train-split, --data.val-split, --data.test-split: only folder and hfds/NAME take them, and "
-            f"--data.name is '{short_name('data.name', data.name)}'; remove them."
-        )
     return splits
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.config.url import folder_of, is_url
 from accel_train.data.sources.files.images import default_mean_std
-from accel_train.errors import UserError, first_of, nearest
+from accel_train.errors import UserError, first_of
 from accel_train.task import Task, task_of
 
 
@@ -133,32 +133,14 @@ SPLIT_NAMES = {  # accepted names of folders, tar files, shards and splits on a 
 }  # fmt: skip
 
 
-def given_splits(data: Data) -> dict[str, str]:
-    """split -> its name, for those that --data.train-split, --data.val-split and --data.test-split name."""
-    options = {"train": data.train_split, "validation": data.val_split, "test": data.test_split}
-    return {split: name for split, name in options.items() if name is not None}
-
-
-def check_splits(given: Mapping[str, str], stored: Sequence[str], where: str) -> None:
-    """Raise UserError unless all `given` splits (split -> name) are `stored` there, and each is given once."""
-    for split, name in given.items():
-        option = f"--data.{'val' if split == 'validation' else split}-split {name}"
-        if name not in stored:
-            found = first_of(stored, 5) or "nothing"
-            raise UserError(f"{option}: {where} has no split {name!r}, only {found}.{nearest(name, stored)}")
-        if list(given.values()).count(name) > 1:
-            raise UserError(f"{option}: it is given for two splits; the same images would be in both.")
-
-
-def named_splits(stored: Iterable[str], data: Data) -> dict[str, str]:
-    """split -> its name in the dataset of a hub, of those that are `stored` there. Raises UserError."""
-    stored = list(stored)
-    given = given_splits(data)
-    check_splits(given, stored, f"the data '{data.name}'")
-    usual = {SPLIT_NAMES[name.lower()]: name for name in reversed(stored) if name.lower() in SPLIT_NAMES}
-    named = {split: name for split, name in usual.items() if name not in given.values()} | given
+def named_splits(stored: Sequence[str], name: str) -> dict[str, str]:
+    """split -> its name in the dataset `name` of a hub, of those that are `stored` there. Raises UserError."""
+    named = {SPLIT_NAMES[each.lower()]: each for each in reversed(stored) if each.lower() in SPLIT_NAMES}
     if "train" not in named:
-        raise UserError(f"the data '{data.name}' has no train split, only {', '.join(stored) or 'none'}.")
+        raise UserError(
+            f"the data '{name}' has no train split, only {', '.join(stored) or 'none'}; a function of your own may "
+            "return splits of other names (docs/own.md)."
+        )
     return named
 
 

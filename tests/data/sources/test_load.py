@@ -34,9 +34,3 @@ def test_data_of_ones_own_without_its_name_is_not_replaced_by_digits(root: str, 
 def test_data_without_columns(option: str) -> None:
     with pytest.raises(UserError, match=f"--data.{option.replace('_', '-')} x: only csv and hfds/NAME have"):
         load_splits(Data(**{option: "x"}), 0)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("option", ["train_split", "val_split", "test_split"])
-def test_data_whose_splits_have_no_names(option: str) -> None:
-    with pytest.raises(UserError, match=r"-split: only folder and hfds/NAME take them, and --data.name is 'digits'"):
-        load_splits(Data(**{option: "x"}), 0)  # type: ignore[arg-type]

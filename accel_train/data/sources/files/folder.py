@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from accel_train.data.sources.files.encoded import EncodedImages, read_image
 from accel_train.data.sources.files.index import Index, Progress, SplitFiles, indexed, splits_of_index
 from accel_train.data.sources.root import check_root
 from accel_train.data.sources.shared import StringArray
-from accel_train.data.sources.splits import SPLIT_NAMES, Splits, check_splits, given_splits, normal_name
+from accel_train.data.sources.splits import SPLIT_NAMES, Splits, normal_name
 from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import UserError, first_of
 
@@ -53,21 +52,16 @@ def folder(data: Data) -> Splits:
 def index_of(data: Data) -> Index:
     """Raises UserError."""
     check_root(data)
-    root = data.root
-    # With other folders for its splits, the same tree is other data.
-    given = given_splits(data)
-    kind = "folder" + "".join(f"-{split}={quote(name, safe='')}" for split, name in given.items())
-    return indexed(root, kind, lambda progress: _look(root, given, progress))
+    return indexed(data.root, "folder", lambda progress: _look(data.root, progress))
 
 
-def _look(root: Path, given: Mapping[str, str], progress: Progress) -> Index:
-    """Look through the tree of `root`. `given`: split -> its folder. Raises UserError."""
+def _look(root: Path, progress: Progress) -> Index:
+    """Look through the tree of `root`. Raises UserError."""
     contents = find_images(root, progress)
     if not contents.images:
         others = f"; found {ignored_text(contents.others)}" if contents.others else ""
         raise UserError(f"--data.root {root} contains no image (searched for {' '.join(EXTENSIONS)}{others}).")
-    check_splits(given, [path for path in contents.folders if "/" not in path], str(root))
-    classes, splits, notes, mistake = arrange(contents.images, contents.folders, str(root), given)
+    classes, splits, notes, mistake = arrange(contents.images, contents.folders, str(root))
     if contents.links:
         notes.append(
             f"{root} has symbolic links to folders that are already included; they are not followed: "
@@ -92,25 +86,23 @@ def ignored_text(others: Counter[str], outside: int = 0) -> str:
 
 
 def arrange(
-    images: Iterable[str], folders: Iterable[str], where: str, given: Mapping[str, str] | None = None
+    images: Iterable[str], folders: Iterable[str], where: str
 ) -> tuple[tuple[str, ...], dict[str, Samples], list[str], str]:
     """Classes and splits of a tree, warnings about them, and its `Splits.mistake`: classes without a training image.
 
     images, folders: paths relative to the tree's root `where`, with "/". The classes are the sorted folders
-    in train/, or at the top if there is no train/. `given`: split -> its folder, if the usual names are not meant.
-    Raises UserError if splits differ in their classes.
+    in train/, or at the top if there is no train/. Raises UserError if splits differ in their classes.
     """
-    folders, named = sorted(folders), dict(given or {})  # split -> its folder
+    folders, named = sorted(folders), dict[str, str]()  # split -> its folder
     for top in folders:
         split = SPLIT_NAMES.get(top.lower())
-        if split is None or top in named.values() or not any(path.startswith(top + "/") for path in folders):
+        if split is None or not any(path.startswith(top + "/") for path in folders):
             continue
-        if split not in (given or {}):
-            if split in named:
-                raise UserError(
-                    f"{where} has both {named[split]}/ and {top}/; only one can be the {split} split: rename the other."
-                )
-            named[split] = top
+        if split in named:
+            raise UserError(
+                f"{where} has both {named[split]}/ and {top}/; only one can be the {split} split: rename the other."
+            )
+        named[split] = top
     if named and "train" not in named:
         others = " and ".join(f"{top}/" for top in named.values())
         raise UserError(

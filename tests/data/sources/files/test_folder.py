@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -157,26 +156,6 @@ def test_links_do_not_multiply_images(tmp_path: Path) -> None:
     assert found.notes == (
         f"{tmp_path} has symbolic links to folders that are already included; they are not followed: 'cat/again'",
     )
-
-
-def test_splits_that_are_named(tmp_path: Path) -> None:
-    """The usual names are for the splits that no option names; the index of one choice is not used for another."""
-    folders = ("train", "fold1", "fold2", "val", "test")
-    tree(tmp_path, *(f"{folder}/{kind}/{folder}.png" for folder in folders for kind in ("cat", "dog")))
-
-    def found(**options: Any) -> dict[str, set[str]]:
-        splits = load(tmp_path, **options)
-        sources = {"train": splits.train, "val": splits.validation, "test": splits.test}
-        return {name: {path.split("/")[-3] for path in names(each)} for name, each in sources.items() if each}
-
-    assert found() == {"train": {"train"}, "val": {"val"}, "test": {"test"}}
-    assert found(val_split="fold1") == {"train": {"train"}, "val": {"fold1"}, "test": {"test"}}
-    assert found(train_split="fold2", val_split="test") == {"train": {"fold2"}, "val": {"test"}}
-    assert found(test_split="train", train_split="fold1") == {"train": {"fold1"}, "val": {"val"}, "test": {"train"}}
-    with pytest.raises(UserError, match=r"--data\.val-split fold: .* has no split 'fold', only .* Did you mean 'fold"):
-        load(tmp_path, val_split="fold")
-    with pytest.raises(UserError, match=r"--data\.train-split val: it is given for two splits"):
-        load(tmp_path, train_split="val", val_split="val")
 
 
 def test_names_that_look_the_same_are_not_two_classes(tmp_path: Path) -> None:

@@ -196,8 +196,8 @@ def test_a_class_that_appears_while_the_folder_is_looked_through(
 ) -> None:
     root, real = make(tmp_path / "data", "folder") / "train", folder._look
 
-    def look(where: Path, given: dict[str, str], progress: index.Progress) -> index.Index:
-        found = real(where, given, progress)
+    def look(where: Path, progress: index.Progress) -> index.Index:
+        found = real(where, progress)
         (where / "eel").mkdir()
         (where / "eel" / "1.png").write_bytes(image(207))
         return found
