@@ -62,11 +62,6 @@ def _look(root: Path, progress: Progress) -> Index:
         others = f"; found {ignored_text(contents.others)}" if contents.others else ""
         raise UserError(f"--data.root {root} contains no image (searched for {' '.join(EXTENSIONS)}{others}).")
     classes, splits, notes, mistake = arrange(contents.images, contents.folders, str(root))
-    if contents.links:
-        notes.append(
-            f"{root} has symbolic links to folders that are already included; they are not followed: "
-            f"{_some(contents.links)}"
-        )
     return Index(
         places=("", *contents.folders),
         classes=classes,
@@ -208,14 +203,11 @@ class FolderContents:
     folders: list[str]
     others: Counter[str]
     """How many other files there are of each extension: {".heic": 12}."""
-    links: list[str]
-    """Symbolic links to folders; of a tree those that are not followed, because the folders are already included."""
 
 
 def _list(root: Path, folder: str) -> FolderContents:
     """Raises UserError if the folder cannot be read."""
     folders: list[str] = []
-    links: list[str] = []
     images: list[str] = []
     others: Counter[str] = Counter()
     try:
@@ -224,7 +216,7 @@ def _list(root: Path, folder: str) -> FolderContents:
                 if entry.name.startswith("."):
                     continue
                 if _is_folder(entry):
-                    (links if entry.is_symlink() else folders).append(entry.name)
+                    folders.append(entry.name)
                 elif is_image(entry.name):
                     images.append(entry.name)
                 else:
@@ -233,7 +225,7 @@ def _list(root: Path, folder: str) -> FolderContents:
         raise UserError(
             f"the folder {root / folder} cannot be read ({error.strerror}); make it readable or remove it."
         ) from error
-    return FolderContents(images, folders, others, links)
+    return FolderContents(images, folders, others)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -244,50 +236,32 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def find_images(root: Path, progress: Progress | None = None) -> FolderContents:
-    """The images in the tree of `root`; each folder counts once, even if symbolic links also lead to it.
+    """The images in the tree of `root`, level by level; symbolic links to folders are followed.
 
-    Raises UserError if a folder cannot be read.
+    Raises UserError if a folder cannot be read, or a link leads to a folder above it.
     """
     images: list[str] = []
     folders: list[str] = []
     others: Counter[str] = Counter()
-    repeated: list[str] = []
-
-    def walk(top: str) -> list[str]:
-        """Collect the contents of a folder ("": the root), level by level; return the links to folders."""
-        links: list[str] = []
-        level = [top]
-        while level:
-            fresh: list[str] = []
-            for folder in level:
-                real = os.path.realpath(root / folder)
-                (repeated if real in seen else fresh).append(folder or ".")
-                seen.add(real)
-            level = []
-            for folder, listing in zip(fresh, on_all_cores(partial(_list, root), fresh), strict=True):
-                prefix = "" if folder == "." else folder + "/"
-                level += [prefix + name for name in listing.folders]
-                links += [prefix + name for name in listing.links]
-                images.extend(prefix + name for name in listing.images)
-                others.update(listing.others)
-                if progress is not None:
-                    progress.images += len(listing.images)
-            folders.extend(level)
-        return links
-
-    # A link to a parent folder would make a cycle.
-    seen = {str(above) for above in Path(os.path.realpath(root)).parents}
-    links = walk("")
-    while links:  # after all real folders, and in the same order on every machine
-        following = sorted(links)
-        links = []
-        for link in following:
-            if os.path.realpath(root / link) not in seen:
-                folders.append(link)
-                links += walk(link)
-            else:
-                repeated.append(link)
-    return FolderContents(sorted(images), sorted(folders), others, sorted(repeated))
+    level = {"": frozenset({os.path.realpath(root)})}  # folder -> it and those above it, without links
+    while level:
+        below: dict[str, frozenset[str]] = {}
+        for (folder, above), listing in zip(
+            level.items(), on_all_cores(partial(_list, root), list(level)), strict=True
+        ):
+            prefix = f"{folder}/" if folder else ""
+            for name in listing.folders:
+                real = os.path.realpath(root / folder / name)
+                if real in above:
+                    raise UserError(f"{root / folder / name} is a link to a folder that it is in: remove it.")
+                below[prefix + name] = above | {real}
+            images += [prefix + name for name in listing.images]
+            others.update(listing.others)
+            if progress is not None:
+                progress.images += len(listing.images)
+        folders += below
+        level = below
+    return FolderContents(sorted(images), sorted(folders), others)
 
 
 def existing_files(root: Path, paths: Sequence[str], progress: Progress) -> npt.NDArray[np.bool_]:

@@ -148,14 +148,12 @@ def test_what_is_not_used_and_a_root_one_level_too_high_are_told(tmp_path: Path,
     assert load(tmp_path / top / "PetImages").notes == ()
 
 
-def test_links_do_not_multiply_images(tmp_path: Path) -> None:
-    tree(tmp_path, *(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(4)))
-    (tmp_path / "cat" / "again").symlink_to("..")
-    found = load(tmp_path, test_fraction=0.5)
-    assert len(found.train) + len(found.test) == 8
-    assert found.notes == (
-        f"{tmp_path} has symbolic links to folders that are already included; they are not followed: 'cat/again'",
-    )
+def test_a_split_may_be_a_link_to_a_folder_of_another_name(tmp_path: Path) -> None:
+    tree(tmp_path, *(f"{split}/{kind}/{split}.png" for split in ("train", "fold1") for kind in ("cat", "dog")))
+    (tmp_path / "val").symlink_to("fold1")
+    found = load(tmp_path)
+    assert (len(found.train), len(found.validation)) == (2, 2) and found.test is None
+    assert found.ignored == "2 images outside the class folders"
 
 
 def test_names_that_look_the_same_are_not_two_classes(tmp_path: Path) -> None:

@@ -135,25 +135,27 @@ def test_finding_leaves_out_rubbish_and_hidden_files(tmp_path: Path) -> None:
         (tmp_path / path).touch()
     found = find_images(tmp_path)
     assert (found.images, found.folders) == (["a/1.JPG", "b/deep/2.png"], ["a", "b", "b/deep"])
-    assert found.others == {".db": 1, ".txt": 1} and found.links == []
+    assert found.others == {".db": 1, ".txt": 1}
 
 
-def test_links_in_a_circle_and_second_ways_are_not_followed(tmp_path: Path) -> None:
+def test_links_are_followed_and_one_in_a_circle_is_refused(tmp_path: Path) -> None:
     for path in ("data/a/1.png", "data/b/2.png", "far/deep/3.png"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
     root = tmp_path / "data"
-    (root / "a" / "round").symlink_to("..")
-    (root / "b" / "up").symlink_to(tmp_path)
     (root / "0").symlink_to("a")  # comes before what it leads to
     (root / "c").symlink_to(tmp_path / "far" / "deep")  # a class that lies elsewhere
-    (root / "d").symlink_to(tmp_path / "far")
-    (tmp_path / "far" / "deep" / "back").symlink_to(root)
+    (root / "a" / "gone").symlink_to("nowhere")
+    (root / "a" / "itself").symlink_to("itself")
     found = find_images(root)
-    assert found.images == ["a/1.png", "b/2.png", "c/3.png"]
-    assert found.links == ["0", "a/round", "b/up", "c/back", "d/deep"]
+    assert found.images == ["0/1.png", "a/1.png", "b/2.png", "c/3.png"] and found.folders == ["0", "a", "b", "c"]
     (tmp_path / "other").symlink_to(root)  # the root itself may be a link
     assert find_images(tmp_path / "other") == found
+    for link, target in (("a/round", ".."), ("b/up", tmp_path), ("c/back", root)):
+        (root / link).symlink_to(target)
+        with pytest.raises(UserError, match="is a link to a folder that it is in: remove it"):
+            find_images(root)
+        (root / link).unlink()
 
 
 def test_the_limit_is_pillows_also_of_a_picture_inside_an_icon(monkeypatch: pytest.MonkeyPatch) -> None:
