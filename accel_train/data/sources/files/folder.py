@@ -61,13 +61,12 @@ def _look(root: Path, progress: Progress) -> Index:
     if not contents.images:
         others = f"; found {ignored_text(contents.others)}" if contents.others else ""
         raise UserError(f"--data.root {root} contains no image (searched for {' '.join(EXTENSIONS)}{others}).")
-    classes, splits, notes, mistake = arrange(contents.images, contents.folders, str(root))
+    classes, splits, mistake = arrange(contents.images, contents.folders, str(root))
     return Index(
         places=("", *contents.folders),
         classes=classes,
         splits={split: SplitFiles(StringArray(paths), labels) for split, (paths, labels) in splits.items()},
         ignored=ignored_text(contents.others, len(contents.images) - sum(len(paths) for paths, _ in splits.values())),
-        notes=tuple(notes),
         mistake=mistake,
     )
 
@@ -82,8 +81,8 @@ def ignored_text(others: Counter[str], outside: int = 0) -> str:
 
 def arrange(
     images: Iterable[str], folders: Iterable[str], where: str
-) -> tuple[tuple[str, ...], dict[str, Samples], list[str], str]:
-    """Classes and splits of a tree, warnings about them, and its `Splits.mistake`: classes without a training image.
+) -> tuple[tuple[str, ...], dict[str, Samples], str]:
+    """Classes and splits of a tree, and its `Splits.mistake`: classes without a training image.
 
     images, folders: paths relative to the tree's root `where`, with "/". The classes are the sorted folders
     in train/, or at the top if there is no train/. Raises UserError if splits differ in their classes.
@@ -129,27 +128,7 @@ def arrange(
             f"{_some([classes[label] for label in sorted(empty)])}. Fill or remove them "
             f"(searched for {' '.join(EXTENSIONS)})."
         )
-    return classes, splits, _too_high(splits["train"], prefixes["train"], classes, where), mistake
-
-
-def _too_high(train: Samples, prefix: str, classes: tuple[str, ...], where: str) -> list[str]:
-    """A warning if all images of a class are in subfolders, which may be the intended classes."""
-    below: dict[int, set[str]] = {}
-    direct: set[int] = set()
-    for path, label in zip(train[0], train[1].tolist(), strict=True):
-        folder, inside, _ = path[len(f"{prefix}{classes[label]}/") :].partition("/")
-        if inside:
-            below.setdefault(label, set()).add(folder)
-        else:
-            direct.add(label)
-    deep = sorted(below.keys() - direct)
-    if not deep:
-        return []
-    which, first = _some([classes[label] for label in deep]), classes[deep[0]]
-    return [
-        f"the images of class {which} are all in subfolders ({_some(sorted(below[deep[0]]))}); if these are the "
-        f"classes, use {where}/{prefix}{first} as data.root"
-    ]
+    return classes, splits, mistake
 
 
 def _difference(folders: set[str], classes: tuple[str, ...]) -> str:

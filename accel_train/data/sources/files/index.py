@@ -123,7 +123,7 @@ def _find(files: Sequence[Path], root: Path, places: Callable[[], Sequence[str]]
 def splits_of_index(data: Data, index: Index, source_of: Callable[[SplitFiles], Source]) -> Splits:
     """The splits of an index, of which `source_of` has the images."""
     sources = {split: source_of(files) for split, files in index.splits.items()}
-    said = {"ignored": index.ignored, "notes": index.notes, "mistake": index.mistake}
+    said = {"ignored": index.ignored, "mistake": index.mistake}
     listed = {"table": index.table, "missing": index.missing}
     return splits_of_files(data, index.classes, sources, **said, **listed)
 
@@ -207,9 +207,8 @@ class Index:
     table: str = ""
     missing: tuple[str, ...] = ()
     ignored: str = ""
-    notes: tuple[str, ...] = ()
     mistake: str = ""
-    """The last five as in `Splits`."""
+    """The last four as in `Splits`."""
     states: Mapping[str, str] = field(default_factory=dict)
     """Of each place, when the index was made: what its file says."""
 
@@ -233,8 +232,7 @@ def read_index(file: Path, root: Path) -> Index | None:
             tars=tuple(about["tars"]),
             table=about["table"],
             ignored=about["ignored"],
-            # They name the folder, which may have been copied together with its index.
-            notes=tuple(note.replace(about["root"], str(root)) for note in about["notes"]),
+            # It names the folder, which may have been copied together with its index.
             mistake=about["mistake"].replace(about["root"], str(root)),
             states=about["states"],
         )
@@ -264,7 +262,7 @@ def _checksum(about: str, arrays: Mapping[str, SharedArray]) -> str:
 
 def _check(about: Mapping[str, Any], splits: Mapping[str, SplitFiles]) -> None:
     """Raise ValueError unless the parts of an index, which may be somebody else's, are of their kinds and fit."""
-    lists = [about[name] for name in ("classes", "tars", "notes", "splits")]
+    lists = [about[name] for name in ("classes", "tars", "splits")]
     words = [about[name] for name in ("root", "table", "ignored", "mistake")]
     for values in lists:
         words += values if isinstance(values, list) else [None]
@@ -310,7 +308,6 @@ def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping
         "tars": index.tars,
         "table": index.table,
         "ignored": index.ignored,
-        "notes": index.notes,
         "mistake": index.mistake,
     }
     text = json.dumps(about)

@@ -241,11 +241,11 @@ def _look(root: Path, tars: list[str], progress: Progress) -> Index:
         raise UserError(f"--data.root {root}: its tar files contain no image{found_others}.")
     folders = {posixpath.dirname(path) for path in images} - {""}
     folders |= {str(above) for path in folders for above in PurePosixPath(path).parents} - {"."}
-    classes, splits, notes, mistake = arrange(images, folders, str(root))
+    classes, splits, mistake = arrange(images, folders, str(root))
     samples = {split: ([images[path] for path in paths], labels) for split, (paths, labels) in splits.items()}
     ignored = ignored_text(others, len(images) - sum(len(paths) for paths, _ in splits.values()))
     index = index_of_members(tars, classes, samples)
-    return replace(index, ignored=ignored, notes=tuple(notes), mistake=mistake)
+    return replace(index, ignored=ignored, mistake=mistake)
 
 
 def images_in(root: Path, tar: str) -> tuple[dict[str, Member], Counter[str]]:

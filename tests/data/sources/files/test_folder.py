@@ -135,17 +135,12 @@ def test_an_empty_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("top", ["", "train/"])
-def test_what_is_not_used_and_a_root_one_level_too_high_are_told(tmp_path: Path, top: str) -> None:
+def test_what_is_not_used_is_told(tmp_path: Path, top: str) -> None:
     tree(tmp_path, f"{top}PetImages/Cat/1.png", f"{top}PetImages/Dog/2.png", f"{top}elsewhere/3.png", f"{top}4.png")
     for name in ("PetImages/Cat/5.heic", "6.HEIC", "Thumbs.db", "README"):
         (tmp_path / top / name).touch()
     found = load(tmp_path)
     assert found.ignored == "1 image outside the class folders, 2 .heic, 1 .db, 1 README"
-    assert found.notes == (
-        f"the images of class 'PetImages' are all in subfolders ('Cat', 'Dog'); if these are the classes, use "
-        f"{tmp_path}/{top}PetImages as data.root",
-    )
-    assert load(tmp_path / top / "PetImages").notes == ()
 
 
 def test_a_split_may_be_a_link_to_a_folder_of_another_name(tmp_path: Path) -> None:
