@@ -178,8 +178,6 @@ def _settled(root: Path, places: Sequence[str], began: float) -> bool:
 
 VERSION = 5
 """To be raised when an `Index` of the same files changes: other images are found, or other classes."""
-LEFTOVER_SECONDS = 24 * 3600.0
-"""A temporary file of this age was left by a process that was killed."""
 
 
 @dataclass(frozen=True)
@@ -315,20 +313,11 @@ def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping
     for file in files:
         with contextlib.suppress(OSError, SafetensorError):  # a read-only folder, or a full disk
             file.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(file)
             with atomic_replacement(file) as temporary:
                 save_file(tensors, temporary, metadata={"index": text, "checksum": checksum})
                 set_default_permissions(temporary)
                 fsync(temporary)
             return
-
-
-def _remove_leftovers(file: Path) -> None:
-    """Remove what processes that were killed while they wrote this file have left beside it."""
-    for left in file.parent.glob(f".{file.name}.*"):
-        with contextlib.suppress(OSError):
-            if left.stat().st_mtime < time.time() - LEFTOVER_SECONDS:
-                left.unlink()
 
 
 def _tensors(index: Index) -> Iterator[tuple[str, torch.Tensor]]:

@@ -329,17 +329,6 @@ def test_a_full_disk_costs_the_index_and_nothing_else(tmp_path: Path, caches: Pa
     assert file.stat().st_size > 700
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    root = make(tmp_path / "data", "folder")
-    old, new = (root / f"..accel-train-index-folder.safetensors.{end}.tmp" for end in ("0123abcd", "4567abcd"))
-    for path in (old, new):
-        path.write_bytes(b"half")
-    past = time.time() - 2 * index.LEFTOVER_SECONDS
-    os.utime(old, (past, past))
-    content(root, "folder")
-    assert not old.exists() and new.exists()  # another process may be writing that one
-
-
 def _start(root: Path, marks: Path, began: Any, writable: bool) -> None:
     real = tars._look
 
