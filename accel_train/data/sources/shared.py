@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-BLOCK = 1 << 14  # strings of which the bytes are copied at a time
 
 
 class SharedArray:
@@ -64,13 +62,3 @@ class StringArray:
         text, ends = self.text, self.ends
         start = ends[id - 1] if id else 0
         return text[start : ends[id]].tobytes().decode(errors="surrogateescape")
-
-    def __iter__(self) -> Iterator[str]:
-        """Faster than one after the other by its number: a million in 0.3 s."""
-        for first in range(0, len(self), BLOCK):
-            ends = self.ends[first : first + BLOCK].tolist()
-            start = int(self.ends[first - 1]) if first else 0
-            base, text = start, self.text[start : ends[-1]].tobytes()
-            for end in ends:
-                yield text[start - base : end - base].decode(errors="surrogateescape")
-                start = end

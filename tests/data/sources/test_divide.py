@@ -11,13 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_train.config.schema import Data
-from accel_train.data.sources import shared
 from accel_train.data.sources.divide import divide, stratified_choice
-from accel_train.data.sources.files.folder import FileImages
-from accel_train.data.sources.files.index import SplitFiles
-from accel_train.data.sources.files.tars import TarImages
-from accel_train.data.sources.shared import SharedArray, StringArray
-from accel_train.data.sources.splits import Splits, Subset, sample_keys, subset
+from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
 
 
@@ -200,26 +195,6 @@ def test_a_sample_with_several_labels_is_divided_by_its_rarest() -> None:
     assert (turned[::-1] == chosen).all()
     none = np.zeros((10, 3), dtype=np.bool_)
     assert stratified_choice(map(str, range(10)), none, 4, "salt").sum() == 4
-
-
-@pytest.mark.parametrize("kind", ["folder", "tar", "wds"])
-def test_many_keys_are_those_of_the_names(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of files come in blocks, because one after the other takes minutes for millions."""
-    monkeypatch.setattr(shared, "BLOCK", 3)
-    names = ["0.jpg", "a.jpg", "b/ä.jpg", "c\udcff.jpg", "d.jpg", "long/" * 9 + "e.jpg", "f.jpg"]
-    labels = torch.zeros(len(names), dtype=torch.int64)
-    source: Any = FileImages(tmp_path, SplitFiles(StringArray(names), labels), Data())
-    if kind != "folder":
-        places = np.array([[number // 4, 0, 1] for number in range(len(names))], dtype=np.int64)
-        tars = ("",) if kind == "tar" else ("0.tar", "x/1.tar")
-        places[:, 0] *= len(tars) - 1
-        source = TarImages(tmp_path, tars, SplitFiles(StringArray(names), labels, SharedArray(places)), Data())
-    some = subset(source, np.arange(len(names)) % 3 > 0)
-    turned = Subset(source, torch.tensor([4, 2, 3]))
-    for each in (source, some, turned):
-        for root in (tmp_path, tmp_path.parent):
-            expected = [each.name(id).removeprefix(f"{root}/") for id in range(len(each))]
-            assert list(sample_keys(each, root)) == expected
 
 
 def test_the_choice_is_the_same_for_ever() -> None:

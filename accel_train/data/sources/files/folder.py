@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
@@ -39,9 +39,6 @@ class FileImages(EncodedImages):
     def name(self, id: int) -> str:
         path = self.paths[id]  # a table may have absolute ones
         return path if path.startswith("/") else f"{self.root}/{path}"
-
-    def relative_names(self) -> Iterator[str]:
-        return iter(self.paths)
 
 
 def folder(data: Data) -> Splits:

@@ -129,11 +129,6 @@ class TarImages(EncodedImages):
         tar = self.tars[int(self.positions.array[id, 0])]
         return "/".join(part for part in (str(self.root), tar, self.names[id]) if part)
 
-    def relative_names(self) -> Iterator[str]:
-        prefixes = [f"{tar}/" * bool(tar) for tar in self.tars]
-        numbers = map(int, self.positions.array[:, 0])
-        return (prefixes[number] + name for number, name in zip(numbers, self.names, strict=True))
-
 
 def _check_member(header: bytes, size: int, there: int) -> None:
     """Raise OSError unless a block of a tar file is the `header` of a file of `size` bytes, of which so many are
