@@ -106,21 +106,14 @@ class UserDataset:
             raise self._error(f"{self.name(id)} cannot be read: {error}") from error
         if pixels is None:
             raise self._error(f"{self.name(id)} is {kind_of(image)}; {EXPECTED}")
-        if pixels.dtype != self.dtype:
-            first = "pixels of 8 bits" if self.dtype == torch.uint8 else "pixels that are floats"
+        fits = len(pixels) == self.channels if self.shape is None else pixels.shape == self.shape
+        if pixels.dtype != self.dtype or not fits:
+            kind = str(self.dtype).removeprefix("torch.")
+            size = f"{self.channels} channels (--data.channels)" if self.shape is None else f"shape {list(self.shape)}"
             raise self._error(
-                f"{self.name(id)} is {kind_of(image)}, but the first one has {first}: all images must "
-                "be of one kind, because 1 is white in floats, and 255 in the others"
-            )
-        if self.shape is None and len(pixels) != self.channels:
-            raise self._error(
-                f"{self.name(id)} is {kind_of(image)}, but the first one is a PIL image of which {self.channels} "
-                f"channel{'s' * (self.channels > 1)} are used (--data.channels)"
-            )
-        if self.shape is not None and pixels.shape != self.shape:
-            raise self._error(
-                f"{self.name(id)} has the shape {list(pixels.shape)}, but the first one {list(self.shape)}: tensors "
-                "must have one size. Resize them in the Dataset, or return PIL images, which are resized and cropped"
+                f"{self.name(id)} is {kind_of(image)}, but the first one is {kind} with {size}: all images must be of "
+                "one kind, because 1 is white in floats and 255 in the others, and tensors of one size. Resize them in "
+                "the Dataset, or return PIL images, which are resized and cropped"
             )
         return pixels
 

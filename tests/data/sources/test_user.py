@@ -182,7 +182,7 @@ class Labelled(Items): targets = [0, 1, 0]
 
 def test_images_of_two_sizes_are_told_when_they_are_fetched(tmp_path: Path) -> None:
     splits = splits_of(tmp_path, "{'train': Items(lambda i: torch.zeros(3, 8 + i // 9, 8 + i // 9))}")
-    with pytest.raises(UserError, match=r"train sample 9 has the shape \[3, 9, 9\], but the first one \[3, 8, 8\]"):
+    with pytest.raises(UserError, match=r"train sample 9 is .* \[3, 9, 9\], but the first one is .* \[3, 8, 8\]"):
         splits.train.fetch([8, 9])
 
 
