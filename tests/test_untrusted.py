@@ -22,8 +22,7 @@ from accel_train.cli.results import _epoch as epoch_of
 from accel_train.config.recipe import read_recipe
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import FileImages
-from accel_train.data.sources.files.index import SplitFiles
-from accel_train.data.sources.shared import StringArray
+from accel_train.data.sources.files.index import SplitFiles, StringArray
 from accel_train.errors import UserError
 from accel_train.models.weights import read_state
 from accel_train.ownership.owner import read_owner
@@ -234,7 +233,6 @@ EXCEPTIONS = {
     "user_code.loading": "the import of a user's own code",
     "data.sources.user": "the same",
     "tools.export.formats": "a new folder, and an image of the user's, read by the code that other programs copy",
-    "tools.export.compare": "an image of the data, which the source has read",
     # Not yet
 }  # fmt: skip
 """Modules that open files by themselves -> why they may."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from accel_train.cli.common import importing
+from accel_train.config.checks import check_root
 from accel_train.config.declaration import POSITIVE, SIZE, Word
 from accel_train.config.options import CommandOptions, parse_command, parse_settings
 from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config
-from accel_train.data.sources.root import check_root
 from accel_train.errors import UserError, print_line
 
 

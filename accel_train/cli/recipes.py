@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from accel_train.cli.common import RecipeOptions, importing, print_table, without_run
+from accel_train.config.checks import check_root
 from accel_train.config.declaration import POSITIVE, Bound, Word, ending
 from accel_train.config.options import CommandOptions, parse_command, parse_command_of_recipe
 from accel_train.config.recipe import read_recipe, recipe_names
 from accel_train.config.schema import Config, value
-from accel_train.data.sources.root import check_root
 from accel_train.errors import LOGGER, UserError, counted, print_line, raise_mistakes, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.environment import prepare_environment

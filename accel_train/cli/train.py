@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from accel_train.cli.common import importing, print_table
+from accel_train.config.checks import check_root
 from accel_train.config.declaration import RECIPE_WORD
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
-from accel_train.data.sources.root import check_root
 from accel_train.errors import UnsavedError, UserError, nearest, print_line, writing
 from accel_train.files import atomic_write
 from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process, prepare_environment

@@ -27,9 +27,8 @@ from torch import Tensor
 from accel_train.config.declaration import bytes_of
 from accel_train.config.schema import Data
 from accel_train.config.url import is_url
-from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.files.folder import is_image
-from accel_train.data.sources.files.images import ImageError, default_mean_std, to_image
+from accel_train.data.sources.files.images import EncodedImages, ImageError, default_mean_std, to_image
 from accel_train.data.sources.files.tars import END, RAW_EXTENSIONS, raw_file
 from accel_train.data.sources.files.webdataset import SEPARATOR, index_of
 from accel_train.data.sources.load import Source, Splits, Subset, load_splits

@@ -22,8 +22,7 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import FileImages
-from accel_train.data.sources.files.index import SplitFiles
-from accel_train.data.sources.shared import StringArray
+from accel_train.data.sources.files.index import SplitFiles, StringArray
 from accel_train.data.workers import BatchDataset
 
 TRAINER = """

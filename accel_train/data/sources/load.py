@@ -12,10 +12,10 @@ import shlex
 from pathlib import Path
 
 from accel_train import models
+from accel_train.config.checks import check_root
 from accel_train.config.schema import Config, Data
 from accel_train.data.sources.arrays import PUBLISHED, digits, synthetic, torchvision_set
 from accel_train.data.sources.divide import divide
-from accel_train.data.sources.root import check_root
 from accel_train.data.sources.splits import Source, Splits, Subset
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import parse_reference, short_name

@@ -27,11 +27,11 @@ from storage_server import StorageServer
 
 from accel_train import api
 from accel_train.cli import main
+from accel_train.config.checks import check_root
 from accel_train.config.schema import Data
 from accel_train.config.url import Url, expanded
 from accel_train.data.sources import staging
 from accel_train.data.sources.load import load_splits
-from accel_train.data.sources.root import check_root
 from accel_train.data.sources.splits import names_root, sample_keys
 from accel_train.data.sources.staging import AbsentError, File, Storage, folder_for, kept, stage
 from accel_train.errors import UserError

@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from accel_train.config.checks import check_root
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import EncodedImages, read_image
-from accel_train.data.sources.files.index import Index, Progress, SplitFiles, indexed, splits_of_index
-from accel_train.data.sources.root import check_root
-from accel_train.data.sources.shared import StringArray
+from accel_train.data.sources.files.images import EncodedImages, read_image
+from accel_train.data.sources.files.index import Index, Progress, SplitFiles, StringArray, indexed, splits_of_index
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, normal_name
 from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import UserError, first_of

@@ -25,8 +25,7 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import FileImages, existing_files
-from accel_train.data.sources.files.index import Index, Progress, SplitFiles, indexed, splits_of_index
-from accel_train.data.sources.shared import StringArray
+from accel_train.data.sources.files.index import Index, Progress, SplitFiles, StringArray, indexed, splits_of_index
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError, first_of, nearest, one_line
 from accel_train.untrusted import read_regular_file

@@ -23,11 +23,17 @@ import numpy as np
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import ChangedError, EncodedImages
 from accel_train.data.sources.files.folder import arrange, ignored_text, is_image
-from accel_train.data.sources.files.images import LazyImage
-from accel_train.data.sources.files.index import Index, Progress, SplitFiles, indexed, splits_of_index
-from accel_train.data.sources.shared import SharedArray, StringArray
+from accel_train.data.sources.files.images import ChangedError, EncodedImages, LazyImage
+from accel_train.data.sources.files.index import (
+    Index,
+    Progress,
+    SharedArray,
+    SplitFiles,
+    StringArray,
+    indexed,
+    splits_of_index,
+)
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, names_root
 from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import UserError

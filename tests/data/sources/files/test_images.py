@@ -13,8 +13,7 @@ from PIL import Image
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import FileImages, find_images
 from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, decode, to_tensor
-from accel_train.data.sources.files.index import SplitFiles
-from accel_train.data.sources.shared import StringArray
+from accel_train.data.sources.files.index import SplitFiles, StringArray
 from accel_train.errors import UserError
 
 
