@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import signal
 import sys
 import time
@@ -17,13 +16,13 @@ from typing import Annotated, Any, Literal
 from accel_train.cli.common import WeightsOptions, importing, print_table
 from accel_train.config.declaration import RUN_WORD, Word
 from accel_train.config.options import CommandOptions, parse_command
-from accel_train.config.recipe import MAX_BYTES, not_a_run
+from accel_train.config.recipe import not_a_run
 from accel_train.errors import UserError, print_line
 from accel_train.launch.environment import prepare_environment
 from accel_train.ownership.owner import FILE, age_text, read_owner, read_result
 from accel_train.tools.cluster.scheduler import LOOK_SECONDS, answers, states_of
 from accel_train.tools.cluster.submission import LISTS, RECIPE, is_job, job_of_run, jobs_of_folder, newest
-from accel_train.untrusted import is_number, read_json_lines, read_json_object, read_regular_file
+from accel_train.untrusted import is_number, read_json_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +154,6 @@ def track(arguments: Sequence[str]) -> int:
     return 0
 
 
-EPOCHS = re.compile(rb"^epochs: ([0-9]{1,9}(?:\.[0-9]+)?)\s*$", re.MULTILINE)
-"""In a config.yaml as `schema.to_yaml` writes it."""
-
-
 @dataclass(frozen=True)
 class Runs(CommandOptions):
     """List the runs in a folder and its subfolders, the most recently updated first. Changes nothing.
@@ -260,8 +255,7 @@ def _read_run(path: Path) -> Run:
         state = "not begun"
     elif state not in ("finished", "interrupted", "failed"):  # it ended without a word
         state = "finished" if result else "stale"  # or right after it had written its result
-    epoch = _epoch(path, status) if has_begun else ""
-    return Run(path, str(state), epoch, _accuracy(path, result), changed, owner, job)
+    return Run(path, str(state), _epoch(status) if has_begun else "", _accuracy(status, result), changed, owner, job)
 
 
 def _owner(run: Path) -> tuple[bool, str, str]:
@@ -276,39 +270,21 @@ def _owner(run: Path) -> tuple[bool, str, str]:
     return seen.seems_alive(), f"{seen.owner.host} {seen.owner.pid}{job}", seen.owner.job
 
 
-def _epoch(run: Path, status: Mapping[str, Any]) -> str:
-    try:
-        text = read_regular_file(run / "config.yaml", MAX_BYTES, follow=True)
-    except OSError:
-        text = b""
-    epochs = EPOCHS.search(text)  # reading the whole YAML of many runs would take long
-    return f"{status.get('epoch', '?')}/{math.ceil(float(epochs[1])) if epochs else '?'}"
+def _epoch(status: Mapping[str, Any]) -> str:
+    epoch, epochs = (status.get(name, "?") for name in ("epoch", "epochs"))
+    return f"{epoch}/{math.ceil(epochs) if is_number(epochs) else '?'}"
 
 
-def _accuracy(run: Path, result: Mapping[str, Any]) -> str:
-    """Return the newest accuracy on the test split; else the best one on the validation split; else "".
-
-    If images have several labels, the mean average precision stands for it.
-    """
+def _accuracy(status: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """Return the accuracy on the test split; else the best one on the validation split, of a run that trains the newest
+    one; else "". If images have several labels, the mean average precision stands for it."""
     for name, shown in (("accuracy", ""), ("map", "map ")):
-        test, best = result.get(f"test_{name}"), result.get(f"best_val_{name}")
-        if isinstance(test, (int, float)):
-            return f"test {shown}{test:.2%}"
-        if best is None:  # not ended, or another metric decides what is best
-            best = max(_evaluations(run, name), default=None)
-        if isinstance(best, (int, float)):
-            return f"val {shown}{best:.2%}"
+        best = result.get(f"best_val_{name}")
+        values = {"test": result.get(f"test_{name}"), "val": status.get(f"val_{name}") if best is None else best}
+        for split, value in values.items():
+            if is_number(value):
+                return f"{split} {shown}{value:.2%}"
     return ""
-
-
-def _evaluations(run: Path, name: str) -> list[float]:
-    """Return the metric `name` of all evaluations of the validation split in metrics.jsonl whose loss is finite."""
-    try:
-        lines = [line for line in read_json_lines(run / "metrics.jsonl", "eval") if line.get("split") == "val"]
-    except OSError:
-        return []
-    finite = [line for line in lines if line.get("loss", 0.0) is not None]  # JSON has null for the others
-    return [line[name] for line in finite if isinstance(line.get(name), (int, float))]
 
 
 def _age(changed: float) -> str:

@@ -58,6 +58,8 @@ class Started(Event):
     updates: int
     """Of the whole run."""
     epoch: int
+    epochs: float
+    """Of the whole run."""
     evaluated: bool
     """Whether the evaluation after `update` is done, if there was one to do."""
     skipped_updates: int
@@ -259,6 +261,7 @@ class Status:
                     "training",
                     force=True,
                     epoch=event.epoch,
+                    epochs=event.epochs,
                     update=event.update,
                     updates=event.updates,
                     skipped_updates=event.skipped_updates,
@@ -267,6 +270,9 @@ class Status:
             case events.Logged():
                 values = {"eta_seconds": event.eta_seconds, **event.metrics}
                 self._write("training", epoch=event.epoch, update=event.update, **values)
+            case events.Evaluated() if event.split == "val":
+                names = event.metrics.keys() & {"accuracy", "map"}  # `accel-train runs` shows them
+                self._write("training", **{f"val_{name}": event.metrics[name] for name in names})
             case events.SaveBegun():
                 self._write("training", failed_checkpoints=event.failures)
             case events.SaveCommitted():

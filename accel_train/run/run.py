@@ -407,6 +407,7 @@ def _announcement(
         update=state.update,
         updates=updates,
         epoch=state.current_epoch(config, plan),
+        epochs=config.epochs,
         evaluated=state.is_evaluated,
         skipped_updates=state.skipped_updates,
         resumed=resumed,

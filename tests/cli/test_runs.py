@@ -45,12 +45,9 @@ def test_it_lists_each_run_with_its_state(digits_run: Path, tmp_path: Path) -> N
     top = tmp_path / "runs" / "digits"
     state_of(top / "interrupted", "interrupted", time=time.time() - 3 * 86400)
     state_of(top / "failed", "failed", reason="hung")
-    for name in ("running", "dead", "silent", "remote"):
+    for name in ("dead", "silent", "remote"):
         state_of(top / name, "training", epoch=1)
-    with (top / "running" / "metrics.jsonl").open("a") as file:
-        for accuracy, loss in ((0.5, 1.0), (1.0, 0.5), (1.5, None), (0.625, 0.9)):  # an infinite loss is never the best
-            file.write(json.dumps({"kind": "eval", "split": "val", "accuracy": accuracy, "loss": loss}) + "\n")
-        file.write('{"kind": "eval", "split": "val", "accu')  # is being written
+    state_of(top / "running", "training", epoch=1, epochs=2.5, val_accuracy=0.625)
     own(top / "running", here)
     subprocess.run([sys.executable, "-c", DEAD, str(top / "dead")], check=True)
     own(top / "remote", elsewhere)
@@ -80,7 +77,7 @@ def test_it_lists_each_run_with_its_state(digits_run: Path, tmp_path: Path) -> N
     }
     test = json.loads((digits_run / "result.json").read_text())["test_accuracy"]
     assert found["finished"][2:4] == ["test", f"{test:.2%}"]
-    assert found["running"][2:4] == ["val", "100.00%"]
+    assert found["running"][1:4] == ["1/3", "val", "62.50%"]
     assert found["running"][-2:] == [here.host, str(here.pid)]
     assert found["remote"][-4:] == ["node7", "4711,", "job", "99"]
     assert found["interrupted"][-2:] == ["3", "days"]
@@ -91,13 +88,12 @@ def test_it_lists_each_run_with_its_state(digits_run: Path, tmp_path: Path) -> N
 def test_several_labels_are_listed_by_their_mean_average_precision(digits_run: Path, tmp_path: Path) -> None:
     for name in ("finished", "trains"):
         shutil.copytree(digits_run, tmp_path / name)
+        status = json.loads((tmp_path / name / "status.json").read_text())
+        (tmp_path / name / "status.json").write_text(json.dumps(status | {"val_accuracy": None, "val_map": 0.5}))
     result = json.loads((tmp_path / "finished" / "result.json").read_text())
     others = {key: value for key, value in result.items() if not key.endswith("accuracy")}
     (tmp_path / "finished" / "result.json").write_text(json.dumps(others | {"test_map": 0.75}))
     state_of(tmp_path / "trains", "training", epoch=1)
-    lines = [{"kind": "eval", "split": "val", "weights": "model", "map": map} for map in (0.25, 0.5, 0.125)]
-    for name in ("finished", "trains"):
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, out, _ = accel_train("runs", str(tmp_path))
     shown = {Path(line.split()[0]).name: " ".join(line.split()[3:6]) for line in out.splitlines()[1:]}
     assert code == 0 and shown == {"finished": "test map 75.00%", "trains": "val map 50.00%"}

@@ -51,7 +51,7 @@ def test_what_is_no_observer_is_refused_at_once(observers: Any, message: str) ->
 
 
 def started() -> Started:
-    return Started(4, 9, 1, False, 0, resumed=True, trained=False, checkpoint=4, directory=Path("run"))
+    return Started(4, 9, 1, 3, False, 0, resumed=True, trained=False, checkpoint=4, directory=Path("run"))
 
 
 EVENTS = {
