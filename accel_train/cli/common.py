@@ -74,13 +74,10 @@ class WeightsOptions(CommandOptions):
 SHORT = 24  # characters: a column of cells up to this width is never wrapped
 
 
-def print_table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[str] = (), grouped: bool = False
-) -> None:
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[str] = ()) -> None:
     """Print a table: with wrapped cells on a terminal, elsewhere as whole, aligned columns for grep and cut.
 
-    `numbers`: the titles of the columns that are aligned on the right. `grouped`: a terminal shows the first cell only
-    once for neighbouring rows in which it is the same.
+    `numbers`: the titles of the columns that are aligned on the right.
     """
     head, rows = [one_line(title) for title in head], [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
@@ -101,9 +98,6 @@ def print_table(
     for i, title in enumerate(head):
         justify = "right" if title in numbers else "left"
         table.add_column(title, justify=justify, no_wrap=widths[i] <= SHORT, overflow="fold")  # type: ignore[arg-type]
-    before = ""
     for row in rows:
-        first = "" if grouped and row[0] == before else row[0]
-        before = row[0]
-        table.add_row(*map(Text, (first, *row[1:])))  # Text, so that a "[b]" in a name is not read as markup
+        table.add_row(*map(Text, row))  # Text, so that a "[b]" in a name is not read as markup
     console.print(table)

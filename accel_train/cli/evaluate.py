@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from accel_train.tools.evaluate_run import EvaluationResult
     from accel_train.tools.load_run import Prediction
 
-SIZES = ("model.eval-image-size", "augment.resize", "augment.crop-fraction")
-"""Options of a training that evaluate and predict take, too."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(WeightsOptions):
@@ -37,7 +34,7 @@ class Evaluate(WeightsOptions):
     the next evaluation overwrites, and to a new file in RUN/evaluations.
     """
 
-    TRAIN_OPTIONS = ("data.", *SIZES)
+    TRAIN_OPTIONS = ("data.", "model.eval-image-size", "augment.resize", "augment.crop-fraction")
 
     run: Annotated[Path, RUN_WORD]
     """Folder of the run."""
@@ -160,11 +157,8 @@ def _print_rows(record: dict[str, Any], classes: Sequence[str]) -> None:
 class Predict(WeightsOptions):
     """Show the most probable classes of images, according to a run's model.
 
-    --model.eval-image-size, --augment.resize and --augment.crop-fraction change the size of the images. The row of an
-    image that cannot be read says so; the other images are classified, and the exit code is 1.
+    The row of an image that cannot be read says so; the other images are classified, and the exit code is 1.
     """
-
-    TRAIN_OPTIONS = SIZES
 
     run: Annotated[Path, RUN_WORD]
     """Folder of the run."""
@@ -176,8 +170,6 @@ class Predict(WeightsOptions):
     """Show the classes with at least this probability, for runs with several labels an image; default: 0.5."""
     output: Annotated[Path | None, ending(".csv", ".jsonl")] = None
     """Write to this .csv or .jsonl file instead of a table; it is there when all images are done."""
-    batch_size: Annotated[int, POSITIVE] = 64
-    """Images in one forward pass."""
 
     def mistakes(self) -> list[str]:
         return not_a_run(self.run) + [
@@ -187,7 +179,7 @@ class Predict(WeightsOptions):
 
 def predict(arguments: Sequence[str]) -> int:
     """Run `accel-train predict`; return the exit code."""
-    options, sizes = parse_command(Predict, arguments)
+    options, _ = parse_command(Predict, arguments)
     launch = prepare_environment()
     with importing(str(options.run)):
         from accel_train.launch.accelerator import create_accelerator
@@ -196,9 +188,7 @@ def predict(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `predict … | head` ends quietly
     launch.check_alone("predict")
     accelerator = create_accelerator(launch)
-    run = load(
-        options.run, options.checkpoint, trust_code=options.trust_code, device=accelerator.device, overrides=sizes
-    )
+    run = load(options.run, options.checkpoint, trust_code=options.trust_code, device=accelerator.device)
     check_can_classify(run.info, options.threshold)
     files: list[Path] = []
     for path in options.images:
@@ -213,15 +203,9 @@ def predict(arguments: Sequence[str]) -> int:
     top_k = options.top_k
     if top_k is None and run.info.task.top_k is not None:
         top_k = 1 if output is None else run.info.task.top_k
-    found_classes = run.classify(
-        files,
-        top_k,
-        options.threshold,
-        batch_size=options.batch_size,
-        autocast=accelerator.autocast,
-    )
+    found_classes = run.classify(files, top_k, options.threshold, autocast=accelerator.autocast)
     unreadable: list[Path] = []
-    predictions = _telling(_with_progress(found_classes, len(files), options.batch_size), unreadable)
+    predictions = _telling(_with_progress(found_classes, len(files)), unreadable)
     if output is None:
         _print(list(predictions))
     else:
@@ -233,13 +217,15 @@ def predict(arguments: Sequence[str]) -> int:
     return 1 if unreadable else 0
 
 
-def _with_progress(predictions: Iterable[Prediction], count: int, batch_size: int) -> Iterable[Prediction]:
+def _with_progress(predictions: Iterable[Prediction], count: int) -> Iterable[Prediction]:
     """The same, with a bar on a terminal's stderr if they take more than one batch."""
     from rich.console import Console
     from rich.progress import track
 
+    from accel_train.tools.load_run import BATCH_SIZE
+
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-    if not console.is_terminal or count <= batch_size:
+    if not console.is_terminal or count <= BATCH_SIZE:
         return predictions
     return track(predictions, "classifying", count, console=console, transient=True)
 
@@ -261,7 +247,7 @@ def _print(predictions: Sequence[Prediction]) -> None:
         nothing = "cannot be read" if prediction.error else "none"
         rows += [(str(prediction.image), *row) for row in shown or [(nothing, "")]]
     if rows:
-        print_table(("image", "class", "probability"), rows, numbers=["probability"], grouped=True)
+        print_table(("image", "class", "probability"), rows, numbers=["probability"])
 
 
 def _write(path: Path, predictions: Iterable[Prediction]) -> None:

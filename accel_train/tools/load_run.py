@@ -88,6 +88,9 @@ class Prediction:
     """Why the image cannot be read; there are no classes then."""
 
 
+BATCH_SIZE = 64  # of `classify_files`
+
+
 def classify_files(
     model: nn.Module,
     preprocessing: Preprocessing,
@@ -96,7 +99,6 @@ def classify_files(
     top_k: int | None,
     threshold: float | None = None,
     *,
-    batch_size: int = 64,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[Prediction]:
     """Yield the prediction for each file, in their order. One that cannot be read gets an `error`.
@@ -115,8 +117,8 @@ def classify_files(
             return (isinstance(error, OSError) and error.strerror) or str(error)
 
     with ThreadPoolExecutor(available_cores()) as pool:
-        for first in range(0, len(files), batch_size):
-            batch = files[first : first + batch_size]
+        for first in range(0, len(files), BATCH_SIZE):
+            batch = files[first : first + BATCH_SIZE]
             images = list(pool.map(read, batch))
             readable = [image for image in images if isinstance(image, Tensor)]
             results: Iterator[tuple[list[int], list[float]]] = iter(())
@@ -351,14 +353,12 @@ def load(
     weights: str | None = None,
     trust_code: bool = False,
     device: torch.device | str = "cpu",
-    overrides: Sequence[str] = (),
 ) -> LoadedRun:
     """Open the run in the folder `run`. Raises UserError; see `read_config` for `trust_code`.
 
-    `weights`: "model" or "ema"; None: the EMA's if there is one. `overrides`: options that replace the run's, for
-    images of another size: --model.eval-image-size, --augment.resize, --augment.crop-fraction.
+    `weights`: "model" or "ema"; None: the EMA's if there is one.
     """
-    config = read_config(run, uses=("model.name",), trust_code=trust_code, overrides=overrides)
+    config = read_config(run, uses=("model.name",), trust_code=trust_code)
     info = read_model_info(run).at_size(config.model.eval_image_size)
     chosen = one_of_run(run, checkpoint, weights)
     # What only training has: this model computes everything once.

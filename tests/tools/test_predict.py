@@ -26,6 +26,7 @@ from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.records.summary import held_out_file
+from accel_train.tools import load_run
 from accel_train.tools.load_run import Preprocessing, classify_files, load
 
 
@@ -47,6 +48,7 @@ def alone(digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("config.yaml", "model.json", "model.safetensors", "ema.safetensors"):
         shutil.copyfile(digits_run / name, run / name)
     monkeypatch.chdir(run.parent)
+    monkeypatch.setattr(load_run, "BATCH_SIZE", 2)
     return run
 
 
@@ -77,7 +79,7 @@ def test_probabilities_are_those_of_the_model(alone: Path, tmp_path: Path) -> No
     with torch.inference_mode():
         expected = model((pixels / 255 - info.mean[0]) / info.std[0]).softmax(1)
 
-    lines = predicted(alone, *images, "--top-k", 99, "--batch-size", 16)
+    lines = predicted(alone, *images, "--top-k", 99)
     assert [line["image"] for line in lines] == list(map(str, images))
     for line, row in zip(lines, expected, strict=True):
         found = probabilities(line)
@@ -98,7 +100,7 @@ def test_a_folder_with_rubbish_in_it(alone: Path, tmp_path: Path, capsys: pytest
     (folder / "cut.png").write_bytes(whole[: len(whole) // 2])
     (folder / "c.jpg").symlink_to("nowhere")
 
-    assert cli.main(["predict", str(alone), str(folder), "--top-k", "1", "--batch-size", "2"]) == 1
+    assert cli.main(["predict", str(alone), str(folder), "--top-k", "1"]) == 1
     out, err = capsys.readouterr()
     head, *rows = out.splitlines()
     assert head.split() == ["image", "class", "probability"]
@@ -155,7 +157,7 @@ def test_a_row_for_each_image_that_is_given(alone: Path, tmp_path: Path) -> None
     (tmp_path / "empty.png").touch()
     digit(7).resize((40, 40)).save(tmp_path / "large.png")
     given = [tmp_path / name for name in ("good.png", "empty.png", "good.png", "large.png", "empty.png", "good.png")]
-    lines = predicted(alone, *given, "--batch-size", 2, "--top-k", 3)
+    lines = predicted(alone, *given, "--top-k", 3)
     assert [line["image"] for line in lines] == list(map(str, given))
     assert [len(line["predictions"]) for line in lines] == [3, 0, 3, 3, 0, 3]
     assert [line.get("error") for line in lines[:3]] == [None, "the file is empty", None]
