@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,15 +51,6 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = helpers.python("-m", "accel_train", *words)
     assert done.returncode == 0, done.stderr
     return run
-
-
-@pytest.fixture(autouse=True)
-def kept_sigpipe() -> Iterator[None]:
-    """Some commands let SIGPIPE end the program. Tests call them in this process, which a later test's server, whose
-    client was killed, must not end."""
-    before = signal.getsignal(signal.SIGPIPE)
-    yield
-    signal.signal(signal.SIGPIPE, before)
 
 
 @pytest.fixture

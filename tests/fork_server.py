@@ -135,9 +135,8 @@ def server() -> ForkServer:
 def _send(connection: socket.socket, message: Any, files: Sequence[int] = ()) -> None:
     """Send a message, its length first, and open files with it."""
     content = json.dumps(message).encode()
-    # Not SIGPIPE: some commands, which tests call in this process, let it end the program.
-    socket.send_fds(connection, [len(content).to_bytes(4, "little")], files, socket.MSG_NOSIGNAL)
-    connection.sendall(content, socket.MSG_NOSIGNAL)
+    socket.send_fds(connection, [len(content).to_bytes(4, "little")], files)
+    connection.sendall(content)
 
 
 def _receive(connection: socket.socket) -> tuple[Any, list[int]] | None:

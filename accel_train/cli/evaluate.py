@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,7 +71,6 @@ def evaluate(arguments: Sequence[str]) -> int:
     end_world()
     if launch.rank != 0:
         return 0
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `evaluate … | head` ends quietly; nothing is left to be written
     print_metrics(result)
     print_classes(result)
     print_line("")
@@ -185,7 +183,6 @@ def predict(arguments: Sequence[str]) -> int:
         from accel_train.launch.accelerator import create_accelerator
         from accel_train.tools.load_run import check_can_classify, image_files, load
 
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `predict … | head` ends quietly
     launch.check_alone("predict")
     accelerator = create_accelerator(launch)
     run = load(options.run, options.checkpoint, trust_code=options.trust_code, device=accelerator.device)

@@ -11,7 +11,6 @@ import ast
 import dataclasses
 import inspect
 import shutil
-import signal
 import textwrap
 import types
 import typing
@@ -33,7 +32,7 @@ from accel_train.config.schema import (
     positional_words,
     takes_many_values,
 )
-from accel_train.errors import UserError, nearest, one_line, wrapped
+from accel_train.errors import UserError, nearest, one_line, print_line, wrapped
 
 COMMON = (
     *("epochs", "batch-size", "data.name", "data.root", "model.name", "model.pretrained", "optim.name", "optim.lr"),
@@ -72,7 +71,6 @@ def show_help(command: str, arguments: Sequence[str]) -> None:
 
     Raises UserError if the word after --help of train is neither a group, an option nor a recipe.
     """
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     if command == "train":
         parser = _train_parser(arguments)
     else:
@@ -82,13 +80,16 @@ def show_help(command: str, arguments: Sequence[str]) -> None:
         parser = _parser(f"accel-train {command} {words}{options}", inspect.cleandoc(cls.__doc__ or ""))
         _add_words(parser, cls)
         _add_options(parser.add_argument_group("options"), cls, option_types(cls))
-    parser.print_help()
+    for line in parser.format_help().splitlines():
+        print_line(line, wraps=False)
 
 
 def _parser(usage: str, description: str = "", epilog: str = "") -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         usage=usage, description=description, epilog=epilog, formatter_class=_Format, add_help=False
     )
+    vars(parser)["color"] = False  # from Python 3.14 on: `print_line` would show its commands to a terminal as text
+    return parser
 
 
 def _train_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

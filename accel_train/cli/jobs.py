@@ -6,7 +6,6 @@ import hashlib
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -122,7 +121,6 @@ def _default_folder(elements: Sequence[Element]) -> Path:
 
 
 def _print(folder: Path, elements: Sequence[Element], scheduler: Slurm | Pbs, script: Path, options: list[str]) -> None:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--print | head` ends quietly
     todo = plan(folder, elements)
     print_line(f"# {len(todo.missing)} of {len(elements)} runs would be queued, in {folder}")
     for element in todo.missing:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ class Recipes(CommandOptions):
 
 def recipes(arguments: Sequence[str]) -> int:
     """Run `accel-train recipes`; return the exit code."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `recipes | head` ends quietly
     options, _ = parse_command(Recipes, arguments)
     if options.name:
         recipe = read_recipe(options.name)

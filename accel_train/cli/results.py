@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -175,7 +174,6 @@ class Runs(CommandOptions):
 
 def runs(arguments: Sequence[str]) -> int:
     """Run `accel-train runs`; return the exit code."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `runs | head` ends quietly
     options, _ = parse_command(Runs, arguments)
     found = sorted(_read_runs(options.dir), key=lambda run: run.changed, reverse=True)
     if not found:

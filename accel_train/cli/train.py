@@ -57,8 +57,6 @@ def _train(arguments: Sequence[str]) -> int:
     config = parse(arguments)
     if job and config.output_dir is None:  # a job that is started again finds its run
         config = dataclasses.replace(config, output_dir=Path("runs", config.recipe, f"job-{job}"))
-    if config.config_only:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… --config-only | head` ends quietly
     # Before torch is imported, because torch reads some of these variables.
     launch = prepare_environment(bitwise=config.bitwise)
     finished = config.output_dir is not None and (config.output_dir / "result.json").exists()  # needs no data
@@ -75,7 +73,8 @@ def _train(arguments: Sequence[str]) -> int:
         if config.config_only:
             text = training_plan(config, launch)
             if launch.rank == 0:
-                print(text)
+                for line in text.splitlines():
+                    print_line(line, wraps=False)
         else:
             result = train(config, launch, preflight=preflight_of_start(launch.rank))
             stopped_by, code = result.stopped_by, int(result.failed_writes > 0)
