@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from accel_train.cli.dispatch import COMMANDS, command_class
 from accel_train.config.declaration import Word
-from accel_train.config.options import NEUTRAL_IN_WORDS, CommandOptions, parse, parse_command
+from accel_train.config.options import NEUTRAL_IN_WORDS, CommandOptions, parse_command
 from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import (
     UNIONS,
@@ -46,8 +46,8 @@ COLUMN = 34  # where the help texts begin
 TRAIN = (
     "Train an image classifier. Each option changes one value of the recipe.\n\n"
     f"RECIPE is the path of a YAML file, or one of {', '.join(recipe_names())}. Each (default: …) is the "
-    "value where a recipe does not set the option.\n\nWithout a recipe, give --model.name and --data.name: the other "
-    f"values are then {NEUTRAL_IN_WORDS}."
+    "value where a recipe does not set the option; --config-only shows all values of a recipe.\n\nWithout a recipe, "
+    f"give --model.name and --data.name: the other values are then {NEUTRAL_IN_WORDS}."
 )
 
 
@@ -67,10 +67,8 @@ class _Format(argparse.HelpFormatter):
 
 
 def show_help(command: str, arguments: Sequence[str]) -> None:
-    """Print the help of a command; of train with the defaults of a recipe and of one group or option, if named.
-
-    Raises UserError if the word after --help of train is neither a group, an option nor a recipe.
-    """
+    """Print the help of a command; of train that of one group or option, if it is named after --help. Raises UserError
+    if there is none of this name."""
     if command == "train":
         parser = _train_parser(arguments)
     else:
@@ -94,7 +92,6 @@ def _parser(usage: str, description: str = "", epilog: str = "") -> argparse.Arg
 
 def _train_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     at = min(arguments.index(word) for word in ("-h", "--help") if word in arguments)
-    recipe = arguments[:1] if at > 0 and not arguments[0].startswith("-") else []
     after = next((word for word in arguments[at + 1 : at + 2] if not word.startswith("-")), "")
     shown, key = groups(), after.replace("_", "-")
     if after in shown:
@@ -102,8 +99,6 @@ def _train_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     elif key in option_types():
         shown = {name: [key] for name, keys in shown.items() if key in keys}
         shown.pop("common" if len(shown) > 1 else "", None)
-    elif after and not recipe and (after in recipe_names() or Path(after).suffix in (".yaml", ".yml")):
-        recipe = [after]
     elif after:
         raise UserError(
             f"--help {after}: unknown group or option.{nearest(after, [*shown, *option_types()])} "
@@ -112,10 +107,9 @@ def _train_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     usage, names = "accel-train train [RECIPE] [--key value …]", ", ".join(shown)
     last = f"accel-train train --help GROUP shows one group: {names}. --help optim.lr shows one option."
     parser = _parser(usage, TRAIN, last) if len(shown) > 1 else _parser(usage)
-    config = parse(recipe) if recipe else Config()
     for name, keys in shown.items():
         others = [key for key in keys if len(shown) == 1 or name == "common" or key not in COMMON]
-        _add_options(parser.add_argument_group(name), Config, others, config)
+        _add_options(parser.add_argument_group(name), Config, others)
     return parser
 
 
@@ -138,10 +132,10 @@ def _add_words(parser: argparse.ArgumentParser, cls: Any) -> None:
         parser.add_argument(name, metavar=word.metavar, nargs=many, help=text, choices=takes or None, type=_type(kind))
 
 
-def _add_options(group: Any, cls: Any, keys: Iterable[str], defaults: Any = None) -> None:
-    """Add options of `cls` to a group of a parser. `defaults`: an object of `cls`, else the class."""
+def _add_options(group: Any, cls: Any, keys: Iterable[str]) -> None:
+    """Add options of `cls` to a group of a parser."""
     for key in keys:
-        kind, default = option_types(cls)[key], defaults or cls
+        kind, default = option_types(cls)[key], Config() if cls is Config else cls
         for name in key.replace("-", "_").split("."):
             default = getattr(default, name, None)
         text = help_texts(cls)[key] + (f" (default: {written(default)})" if default is not None else "")
