@@ -56,6 +56,8 @@ def submit(arguments: Sequence[str]) -> int:
     """Run `accel-train submit`; return the exit code."""
     words, for_scheduler = divide(arguments)
     options, rest = parse_command(Submit, words)
+    if (count := given_keys(words).count("over")) > 1 or (count and not options.over):
+        raise UserError("--over: expected all settings after one --over, such as --over optim.lr=0.1,0.01 epochs=2,4.")
     given = given_keys(rest)
     if not_of_a_run := [f"--{key}" for key in ("config-only", "take-over") if key in given]:
         raise UserError(f"{', '.join(not_of_a_run)}: an option of one start, not of submitted runs; leave it out.")
@@ -88,23 +90,9 @@ def submit(arguments: Sequence[str]) -> int:
 
 
 def divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (options of this command and of train, options of the scheduler). Repeated --over become one."""
+    """Return (options of this command and of train, options of the scheduler)."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    words: list[str] = []
-    over: list[str] = []
-    in_over = False
-    for word in arguments[:end]:
-        if word.startswith("-"):
-            in_over = word == "--over"
-        if word.startswith("--over="):
-            over.append(word.removeprefix("--over="))
-        elif not in_over:
-            words.append(word)
-        elif word != "--over":
-            over.append(word)
-    if "--over" in arguments[:end]:
-        over = over or [""]  # which is refused
-    return [*words, *(["--over", *over] if over else [])], [*arguments[end + 1 :]]
+    return [*arguments[:end]], [*arguments[end + 1 :]]
 
 
 def _scheduler(name: str | None) -> Slurm | Pbs:
