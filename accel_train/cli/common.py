@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -13,9 +12,9 @@ from typing import Annotated
 
 from accel_train import __version__
 from accel_train.config.declaration import RECIPE_WORD
-from accel_train.config.options import CommandOptions, given_keys
-from accel_train.config.schema import Config
-from accel_train.errors import UserError, is_terminal, one_line, print_line
+from accel_train.config.options import CommandOptions
+from accel_train.config.schema import option_types
+from accel_train.errors import is_terminal, one_line, print_line
 from accel_train.launch.environment import is_first_process
 
 
@@ -38,23 +37,11 @@ def importing(what: str = "") -> Iterator[None]:
             gc.enable()
 
 
-def without_run(config: Config, arguments: Sequence[str], command: str, what: str) -> Config:
-    """Return the configuration without the folder of a run, for a command that trains none, and writes only `what`.
-
-    Raises UserError if its `arguments` name one; a recipe may, as the config.yaml of each run does.
-    """
-    given = given_keys(arguments)
-    for key in ("output-dir", "config-only"):
-        if key in given:
-            raise UserError(f"--{key}: an option of train; {command} writes only the {what} that --output names.")
-    return dataclasses.replace(config, output_dir=None, config_only=False)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions(CommandOptions):
-    """A command that takes a recipe and the options of train."""
+    """A command that takes a recipe and the options of train, and makes no run."""
 
-    TRAIN_OPTIONS = ("",)
+    TRAIN_OPTIONS = tuple(key for key in option_types() if key not in ("output-dir", "config-only"))
 
     recipe: Annotated[str, RECIPE_WORD]
     """A recipe, as for train."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from accel_train.cli.common import RecipeOptions, importing, print_table, without_run
+from accel_train.cli.common import RecipeOptions, importing, print_table
 from accel_train.config.checks import check_root
 from accel_train.config.declaration import POSITIVE, Bound, Word, ending
 from accel_train.config.options import CommandOptions, parse_command, parse_command_of_recipe
@@ -72,7 +72,6 @@ class Preview(RecipeOptions):
 def preview(arguments: Sequence[str]) -> int:
     """Run `accel-train preview`; return the exit code."""
     options, config = parse_command_of_recipe(Preview, arguments)
-    config = without_run(config, arguments, "preview", "picture")
     launch = prepare_environment()
     check_root(config.data)
     with importing(config.recipe):
@@ -99,7 +98,6 @@ class FindLr(RecipeOptions):
 def find_lr(arguments: Sequence[str]) -> int:
     """Run `accel-train find-lr`; return the exit code: 1 if the loss does not fall."""
     options, config = parse_command_of_recipe(FindLr, arguments)
-    config = without_run(config, arguments, "find-lr", "picture")
     output = options.output or Path(f"lr-{config.recipe}.svg")
     launch = prepare_environment()
     if launch.rank == 0:
@@ -147,7 +145,6 @@ class Bench(RecipeOptions):
 def bench(arguments: Sequence[str]) -> int:
     """Run `accel-train bench`; return the exit code."""
     options, config = parse_command_of_recipe(Bench, arguments)
-    config = without_run(config, arguments, "bench", "file")
     output = options.output or Path(f"bench-{config.recipe}.json")
     if output.is_dir():
         raise UserError(f"--output: {output} is a folder; name a file in it.")

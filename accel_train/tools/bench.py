@@ -257,7 +257,7 @@ def bench(launch: Launch, config: Config, place: Path, *, rounds: int = 5, updat
     as the bare loop does in 5 seconds. Raises UserError if the data is missing, nothing can be written in `place`, or
     the trainer fails.
     """
-    config = dataclasses.replace(config, resume="auto", trackers=())
+    config = dataclasses.replace(config, resume="auto", output_dir=None, trackers=())
     workload = Workload(config, launch, splits_of(config))
     accelerator, plan = workload.accelerator, workload.plan
     runs = broadcast_from_main(accelerator, lambda: temporary_folder(place))
