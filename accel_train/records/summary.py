@@ -18,7 +18,7 @@ from accel_train import __version__, models
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import FORMAT, learning_settings
 from accel_train.config.declaration import BEST_METRICS
-from accel_train.config.schema import Config, to_yaml
+from accel_train.config.schema import Config, to_yaml, value
 from accel_train.data.loading import create_sampler
 from accel_train.data.memory import Placement
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
@@ -63,7 +63,7 @@ def describe(
     model_name = short_name("model.name", config.model.name)
     lines = {
         "recipe": f"{config.recipe}, {counted(config.epochs, 'epoch')}{most}",
-        "data": f"{data_name}: {images} images of {len(splits.classes)} classes{_named(splits)}{left_out}",
+        "data": f"{data_name}: {images} images of {len(splits.classes)} classes{left_out}",
         "unused": splits.ignored,
         "classes": class_counts(splits),
         "drawn": _drawn(config, plan),
@@ -104,19 +104,9 @@ def _ordered(config: Config, plan: Plan, splits: Splits) -> str:
     return f"{shards:,} shard{'s' * (shards != 1)}; {nodes_text}"
 
 
-def _named(splits: Splits) -> str:
-    """Return the class names of image files if they are few: they show whether it is the intended folder."""
-    named = ", ".join(splits.classes)
-    return f" ({named})" if not splits.train.in_memory and len(splits.classes) <= 10 and len(named) <= 80 else ""
-
-
-NAMED = 4  # classes that are named with their counts
-LONGEST = 60  # characters of their names, all together
-
-
 def class_counts(splits: Splits) -> str:
-    """Return the counts in each split: "training 40 cat, 38 dog; test 9 cat, 12 dog". Of many classes the smallest and
-    the largest count, with the first class that has it, and the classes without an image."""
+    """Return the smallest and the largest count of a class in each split, with the first class that has it, and the
+    classes without an image: "training 38 (dog) to 40 (cat); test 9 of each"."""
     sources = {**splits.sources, "train": splits.to_train_on}
     return "; ".join(
         f"{'training' if split == 'train' else split} {_counts_of(source, splits.classes)}"
@@ -126,9 +116,6 @@ def class_counts(splits: Splits) -> str:
 
 def _counts_of(source: Source, classes: Sequence[str]) -> str:
     counts = count_classes(source.labels, len(classes))
-    absent = [name for name, count in zip(classes, counts, strict=True) if not count]
-    if len(classes) <= NAMED and sum(map(len, classes)) <= LONGEST:
-        return ", ".join(f"{count:,} {name}" for name, count in zip(classes, counts, strict=True))
     present = [count for count in counts if count]
     if not present:
         return "none of any class"
@@ -137,6 +124,7 @@ def _counts_of(source: Source, classes: Sequence[str]) -> str:
     if smallest != largest:
         least, most = (classes[counts.index(count)] for count in (smallest, largest))
         text = f"{smallest:,} ({least}) to {largest:,} ({most})"
+    absent = [name for name, count in zip(classes, counts, strict=True) if not count]
     return text + (f", none of {first_of(absent)}" if absent else "")
 
 
@@ -313,30 +301,25 @@ def final_metrics(
     return lines if stopped is None else lines | {"stopped": stopped}
 
 
-def stopped_text(config: Config, plan: Plan, state: TrainState, task: Task) -> str | None:
+STOPS = {"updates": "stop.updates", "patience": "stop.patience-epochs", "hours": "stop.hours"}
+"""What ends a run before its last epoch, as `stopped_by` in result.json has it, and the option that says so."""
+
+
+def stopped_text(config: Config, stopped_by: str | None) -> str | None:
     """Why the run has ended before its last epoch, for the user; None if it has not."""
-    stop, reason = config.stop, state.stopped_by(config, plan)
-    if reason == "updates":
-        return f"by --stop.updates {stop.updates}"
-    if reason == "hours":
-        return f"by --stop.hours {stop.hours:g}, after {state.wall_seconds / 3600:.2g} hours"
-    if reason != "patience":
-        return None
-    metric = config.best_metric or task.best_metric
-    best = "none" if state.best_value is None else f"{state.best_value:.4f} after update {state.best_update}"
-    epochs = f"{stop.patience_epochs} epochs" if stop.patience_epochs != 1 else "an epoch"
-    return f"by --stop.patience-epochs, after {epochs} without a better val {metric} (best: {best})"
+    option = STOPS.get(stopped_by or "")
+    return None if option is None else f"by --{option} {value(config, option):g}"
 
 
-def next_steps(run: Path, image: Path | None) -> dict[str, str]:
-    """Return commands to try after a run, by what they do. `image`: a file to try the model on."""
+def next_steps(run: Path) -> dict[str, str]:
+    """Return commands to try after a run, by what they do."""
     if GIVEN:  # only a program has the objects
         model, data = (f", {name}=…" * (f"{name}.name" in GIVEN) for name in ("model", "data"))
         return {"use it": f"load_run({str(run)!r}{model})", "evaluate": f"evaluate({str(run)!r}{model}{data})"}
     program, folder = typed_program(), shlex.quote(str(run))
     return {
         "evaluate": f"{program} evaluate {folder}",
-        "predict": f"{program} predict {folder} {shlex.quote(str(image)) if image else 'IMAGE…'}",
+        "predict": f"{program} predict {folder} IMAGE…",
         "report": f"{program} report {folder}",
         "other recipes": f"{program} recipes",
     }
@@ -349,13 +332,6 @@ def typed_program() -> str:
     if Path(sys.argv[0]).name == "accel-train":
         return shlex.quote(sys.argv[0])
     return f"{shlex.quote(sys.executable)} -m accel_train"
-
-
-def held_out_file(splits: Splits) -> Path | None:
-    """Return an image file that the model was not trained on, or None if the data is not in image files."""
-    source = splits.test or splits.validation
-    file = None if source is None else Path(source.name(0))
-    return file if file is not None and file.is_file() else None
 
 
 def resume_command(launch: Launch, run: Path, *options: str) -> str:

@@ -59,7 +59,6 @@ from accel_train.records.summary import (
     data_record,
     describe,
     final_metrics,
-    held_out_file,
     model_info_of,
     next_steps,
     result_of,
@@ -508,7 +507,7 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
         problem = f"{folder}/result.json could not be written"
     if problem:
         problem += ": the run is not finished."
-    if stopped := stopped_text(config, run.setup.plan, state, task):
+    if stopped := stopped_text(config, result["stopped_by"]):
         run.emit(Noted(f"stopped: {stopped}", {"update": state.update}))
     epochs = f"{result['epochs']:g} of " * (result["stopped_by"] != "epochs") + counted(config.epochs, "epoch")
     run.emit(
@@ -517,7 +516,7 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
             "failed" if problem else "finished",
             f"{config.recipe}: {epochs}, {counted(state.update, 'update')}",
             final_metrics(result, state, last, stopped, folder, task.evaluation_metrics(config.metrics)),
-            next_steps(folder, held_out_file(splits)),
+            next_steps(folder),
             status={"epoch": epoch, "eta_seconds": 0} | ({"reason": problem} if problem else {}),
             result=None if problem else result,
             stopped_by=result["stopped_by"],

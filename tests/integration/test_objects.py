@@ -254,5 +254,5 @@ attempt(model=None, data={"train": own, "val": Subset(own, range(9)), "test": No
         assert part in line
     # Without workers, and with the recipe's model.
     assert "warning: loading images in this process, without workers." in said
-    assert "60 training, 9 validation images of 2 classes (0, 1)" in said
+    assert "60 training, 9 validation images of 2 classes" in said
     assert (tmp_path / "run/model.safetensors").is_file()

@@ -57,12 +57,12 @@ def test_an_image_with_several_labels_counts_for_each() -> None:
     splits = splits_of(("a", "b", "c"), labels, labels[:1], None)
     assert data_record(splits)["train"] == {"images": 3, "class_images": [1, 2, 0]}
     assert data_record(splits)["val"] == {"images": 1, "class_images": [1, 1, 0]}
-    assert class_counts(splits) == "training 1 a, 2 b, 0 c; validation 1 a, 1 b, 0 c"
+    assert class_counts(splits) == "training 1 (a) to 2 (b), none of c; validation 1 of each, none of c"
 
 
-def test_few_classes_are_named_and_of_many_the_smallest_the_largest_and_those_without_images() -> None:
+def test_the_classes_with_fewest_and_most_images_are_named_and_those_without() -> None:
     few = splits_of(("cat", "dog"), [0, 0, 1], None, [1])
-    assert class_counts(few) == "training 2 cat, 1 dog; test 0 cat, 1 dog"
+    assert class_counts(few) == "training 1 (dog) to 2 (cat); test 1 of each, none of cat"
     many = splits_of(tuple("abcdefghij"), [*range(10), 3, 3], None, [0, 0, 1, 1, 2, 2])
     assert class_counts(many) == "training 1 (a) to 3 (d); test 2 of each, none of d, e, f and 4 more"
     without = splits_of(tuple("abcde"), [0, 1, 2, 3, 4, 1], None, torch.zeros(1, 5, dtype=torch.bool))

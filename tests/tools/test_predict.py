@@ -6,7 +6,6 @@ import csv
 import json
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import helpers
@@ -24,7 +23,6 @@ from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.records.summary import held_out_file
 from accel_train.tools import load_run
 from accel_train.tools.load_run import Preprocessing, classify_files, load
 
@@ -127,7 +125,7 @@ def test_what_the_last_screen_says_can_be_typed(
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("  predict ")]
     words = shlex.split(line.removeprefix("  predict "))
     words = words[words.index("predict") :]
-    assert words == ["predict", "my run", "IMAGE…"]  # the data is not in files
+    assert words == ["predict", "my run", "IMAGE…"]
     image = words[-1] = str(helpers.write_digits(tmp_path, 1)[0])
     assert cli.main(words) == 0
     head, row = capsys.readouterr().out.splitlines()  # one line an image
@@ -137,16 +135,6 @@ def test_what_the_last_screen_says_can_be_typed(
     assert len(capsys.readouterr().out.splitlines()) == 4
     assert cli.main([*words, "--output", "found.csv"]) == 0
     assert len(Path("found.csv").read_text().splitlines()) == 6
-
-
-def test_an_image_to_try_is_a_file_where_the_data_has_files(tmp_path: Path) -> None:
-    for name in ("train/a", "train/b", "val/a", "val/b"):
-        (tmp_path / "data" / name).mkdir(parents=True)
-        digit(1).save(tmp_path / "data" / name / "x.png")
-    splits = load_splits(Data("folder", root=tmp_path / "data"), 0)
-    assert held_out_file(splits) == tmp_path / "data/val/a/x.png"
-    assert held_out_file(replace(splits, validation=None)) is None
-    assert held_out_file(load_splits(Data("synthetic"), 0)) is None
 
 
 def test_a_row_for_each_image_that_is_given(alone: Path, tmp_path: Path) -> None:
