@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from accel_train.config.checks import contradictions, out_of_bounds, unread
 from accel_train.config.declaration import Bound
-from accel_train.config.recipe import Option, Recipe, not_a_run, read_recipe, read_settings
+from accel_train.config.recipe import Option, Recipe, read_recipe, read_settings
 from accel_train.config.schema import (
     UNIONS,
     Config,
@@ -82,19 +82,19 @@ def parse(arguments: Sequence[str], *, checks_code: bool = True) -> Config:
 
     Raises one UserError with all mistakes of the recipe and of the options.
     """
-    if not arguments:
-        raise UserError("no recipe: accel-train train RECIPE [--key value …]; `accel-train recipes` lists the recipes.")
     mistakes: list[str] = []
-    if not arguments[0].startswith("-"):
-        recipe = _read_recipe(arguments[0], mistakes)
-        return _to_config(recipe, read_arguments(arguments[1:], option_types(), mistakes), mistakes, checks_code)
-    given = read_arguments(arguments, option_types(), mistakes)
-    if not {"model.name", "data.name"} <= given.keys():
+    given, words = read_arguments(arguments, option_types(), mistakes)
+    mistakes += _unexpected(words[1:])
+    if words:
+        recipe = _read_recipe(words[0], mistakes)
+    elif {"model.name", "data.name"} <= given.keys():
+        recipe = dataclasses.replace(read_settings(NEUTRAL, "the neutral recipe"), name="neutral")
+    else:
         raise UserError(
-            f"the recipe comes before the options: accel-train train RECIPE {arguments[0]} …; without a recipe, give "
-            "--model.name and --data.name (and --data.root)."
+            *mistakes,
+            "no recipe: accel-train train RECIPE [--key value …]; `accel-train recipes` lists the recipes. Without a "
+            "recipe, give --model.name and --data.name (and --data.root).",
         )
-    recipe = dataclasses.replace(read_settings(NEUTRAL, "the neutral recipe"), name="neutral")
     return _to_config(recipe, given, mistakes, checks_code)
 
 
@@ -107,19 +107,10 @@ def parse_variants(
     """
     mistakes: list[str] = []
     recipe = _read_recipe(recipe_name, mistakes)
-    given = read_arguments(arguments, option_types(), mistakes)
+    given, words = read_arguments(arguments, option_types(), mistakes)
+    mistakes += _unexpected(words)
     for variant in variants:
         yield _to_config(recipe, {**given, **{option.key: option for option in variant}}, mistakes)
-
-
-def parse_run(run: Path, arguments: Sequence[str] = ()) -> Config:
-    """Return the configuration of the run in the folder `run` with the options `arguments`.
-
-    The user's own code need not exist here. Raises one UserError with all mistakes.
-    """
-    raise_mistakes(mistakes := not_a_run(run))
-    recipe = _read_recipe(str(run / "config.yaml"), mistakes)
-    return _to_config(recipe, read_arguments(arguments, option_types(), mistakes), mistakes, checks_code=False)
 
 
 def parse_settings(
@@ -139,7 +130,9 @@ def parse_settings(
         more = read_settings(settings, "the keywords")
         more.options = {key: dataclasses.replace(each, origin="a keyword") for key, each in more.options.items()}
         found.options = found.options | _known_options(more, mistakes).options
-    return _to_config(found, read_arguments(arguments, option_types(), mistakes), mistakes)
+    given, words = read_arguments(arguments, option_types(), mistakes)
+    mistakes += _unexpected(words)
+    return _to_config(found, given, mistakes)
 
 
 def parse_command(cls: type[C], arguments: Sequence[str]) -> tuple[C, list[str]]:
@@ -175,8 +168,7 @@ def _read_command(cls: type[C], arguments: Sequence[str], mistakes: list[str]) -
     """Return (an object of `cls`, the options of train); None instead of the object if a word is missing or wrong."""
     own = option_types(cls)  # type: ignore[arg-type]
     train = {key: kind for key, kind in option_types().items() if key.startswith(cls.TRAIN_OPTIONS)}
-    words: list[str] = []
-    given = read_arguments(arguments, {**train, **own}, mistakes, words)
+    given, words = read_arguments(arguments, {**train, **own}, mistakes)
     values = _words_to_values(cls, words, mistakes)
     options = {key: option for key, option in given.items() if key in own}
     settings = {key.replace("-", "_"): setting for key, setting in _to_values(options, own, mistakes).items()}
@@ -204,9 +196,14 @@ def _words_to_values(cls: type[CommandOptions], words: list[str], mistakes: list
         except ValueError:
             mistakes.append(f"{name.upper()}: expected {in_words(kind)}, found {' '.join(taken)!r}.")
             return None
-    if left:
-        mistakes.append(f"too many words: {' '.join(words)!r}; see --help.")
+    mistakes += _unexpected(left)
     return values
+
+
+def _unexpected(words: Sequence[str]) -> list[str]:
+    """Return a message for each of the words of a command line that belongs to nothing."""
+    rule = "options are written --key value, and a switch is true or false"
+    return [f"{word!r}: neither an option nor the value of one; {rule}." for word in words]
 
 
 def command_name(cls: type[CommandOptions]) -> str:
@@ -307,36 +304,35 @@ CLOSE = 0.75  # of a typo to the name of an option
 
 
 def read_arguments(
-    arguments: Sequence[str], known: OptionTypes, mistakes: list[str], words: list[str] | None = None
-) -> dict[str, Option]:
-    """Return the options `--key value…` or `--key=value` of a command line, by key. The last one of a key counts.
+    arguments: Sequence[str], known: OptionTypes, mistakes: list[str]
+) -> tuple[dict[str, Option], list[str]]:
+    """Return the options `--key value` or `--key=value` of a command line, by key, and the words that belong to none.
 
-    A key is written with '_' or '-'; a switch (of type bool) needs no value. Negative numbers are values. Unknown
-    options, and words that belong to no option, are left out; a message for each is added to `mistakes`.
-
-    With `words` a word that belongs to no option is added to these. Then an option takes one word, a switch only true
-    or false, and an option of many values all words up to the next option; else each of them takes all of these.
+    The last one of a key counts. A key is written with '_' or '-'. An option takes one word, one of many values all
+    words up to the next option, and a switch (of type bool) only true or false, or none. Negative numbers are values.
+    Unknown options are left out; a message for each is added to `mistakes`.
     """
     options: dict[str, Option] = {}
+    words: list[str] = []
     remaining = list(arguments)
     while remaining:
         word = remaining.pop(0)
-        if words is not None and not looks_like_option(word):
+        if not looks_like_option(word):
             words.append(word)
             continue
         key, equals, value = word[2:].partition("=")
         key = key.replace("_", "-")
         kind = known.get(key)
         values, most = ([value], 0) if equals else ([], len(remaining))
-        if words is not None and kind is bool:
+        if kind is bool:
             most = int(most > 0 and remaining[0].lower() in ("true", "false"))
-        elif words is not None and not takes_many_values(kind):
+        elif not takes_many_values(kind):
             most = min(most, 1)
         while most and not looks_like_option(remaining[0]):
             values.append(remaining.pop(0))
             most -= 1
         if not word.startswith("--") or word == "--":
-            mistakes.append(f"{word!r}: neither an option nor the value of one; options are written --key value.")
+            mistakes += _unexpected([word])
             continue
         if key not in known:
             mistakes.append(unknown_option(key, COMMAND_LINE, known))
@@ -344,7 +340,7 @@ def read_arguments(
         if not values and kind is bool:
             values = ["true"]
         options[key] = Option(key, tuple(values), COMMAND_LINE)
-    return options
+    return options, words
 
 
 def looks_like_option(word: str) -> bool:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from accel_train import models
 from accel_train.checkpoint.reading import one_of_run
 from accel_train.config.checks import check_resize
-from accel_train.config.options import given_keys, parse_run
+from accel_train.config.options import given_keys, parse
+from accel_train.config.recipe import not_a_run
 from accel_train.config.schema import Augment, Config, Data, Model, value
 from accel_train.config.url import is_url
 from accel_train.data.sources.files.folder import find_images, ignored_text
@@ -27,7 +28,7 @@ from accel_train.data.sources.load import splits_of
 from accel_train.data.sources.splits import Splits
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.image import ImageTransform
-from accel_train.errors import UntrustedError, UserError, counted, first_of, one_line
+from accel_train.errors import UntrustedError, UserError, counted, first_of, one_line, raise_mistakes
 from accel_train.launch.process import available_cores
 from accel_train.ownership.owner import read_result
 from accel_train.records.directory import metric_key
@@ -177,7 +178,8 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
     The folder of --data.stage, into which files are copied, is the run's with `trust_code` alone, else the default.
     Objects that were given (user_code/reference.py) take the place of those of the run. Raises UserError.
     """
-    config = parse_run(run, overrides)
+    raise_mistakes(not_a_run(run))
+    config = parse([str(run / "config.yaml"), *overrides], checks_code=False)
     named = given_keys(overrides)
     given = {option: name for option, (name, _) in GIVEN.items() if option in uses}
     would = []

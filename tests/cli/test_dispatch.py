@@ -63,9 +63,11 @@ def test_help_lists_each_command_with_a_line() -> None:
     [
         (["trian"], "unknown command 'trian'. Did you mean 'train'? See accel-train --help."),
         (["train"],
-         "no recipe: accel-train train RECIPE [--key value …]; `accel-train recipes` lists the recipes."),
+         "no recipe: accel-train train RECIPE [--key value …]; `accel-train recipes` lists the recipes. Without a "
+         "recipe, give --model.name and --data.name (and --data.root)."),
         (["evaluate"], "accel-train evaluate: RUN is missing; accel-train evaluate RUN [--key value …]"),
-        (["evaluate", "{run}", "other"], "too many words: '{run} other'; see --help."),
+        (["evaluate", "{run}", "other"], "'other': neither an option nor the value of one; "
+         "options are written --key value, and a switch is true or false."),
         (["evaluate", "{run}", "--split"], "--split: expected one of test, val, train, found no value (command line)."),
         (["evaluate", "{run}", "--data.rot=3"],
          "--data.rot: unknown option (command line). Did you mean 'data.root'?"),
