@@ -20,7 +20,7 @@ from accel_train.config.options import parse
 from accel_train.config.schema import Config, Optim
 from accel_train.errors import UserError
 from accel_train.records import directory as run
-from accel_train.records.directory import RunDirectory, _commit, environment
+from accel_train.records.directory import RunDirectory, environment
 from accel_train.records.model_info import ModelInfo, read_model_info
 
 MODEL_INFO = ModelInfo(("cat", "dög"), 3, 32, None, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
@@ -47,7 +47,7 @@ def test_begin_writes_a_config_that_starts_the_same_run_again(tmp_path: Path) ->
 
 def test_the_environment_tells_the_launcher_but_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     known = ("RANK", "SLURM_JOB_ID", "ACCELERATE_MIXED_PRECISION", "NCCL_IB_HCA", "PBS_JOBID", "FSDP_VERSION",
-             "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES")  # fmt: skip
+             "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES")  # fmt: skip
     others = ("SLURM_JWT", "HOME_SWEET", "ACCELERATE_MY_PASSWD", "NCCL_CRED", "PBS_O_AUTH", "SLURM_SPANK_AWS_ACCESS",
               "PMI_FD", "OMPI_COMM_WORLD_CONNECT", "FSDP_X", "AWS_ACCESS_KEY_ID", "SLURM_SPANK_x")  # fmt: skip
     for name in known + others:
@@ -55,26 +55,6 @@ def test_the_environment_tells_the_launcher_but_no_secret(monkeypatch: pytest.Mo
     launcher = environment(1, ["cpu"])["launcher"]
     assert set(known) <= set(launcher)
     assert not set(others) & set(launcher)
-
-
-def test_the_commit_is_the_checkout_of_the_package_only(tmp_path: Path) -> None:
-    def git(*words: str) -> None:
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
-
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").touch()
-    assert _commit(tmp_path / "package") is None
-    git("init")
-    git("commit", "--allow-empty", "-m", "other files")
-    assert _commit(tmp_path / "package") is None  # lies in a repository, but is not of it
-    git("add", ".")
-    git("commit", "-m", "the package")
-    commit = _commit(tmp_path / "package")
-    assert commit is not None
-    assert len(commit) == 40
-    (tmp_path / "package" / "__init__.py").write_text("changed")
-    assert _commit(tmp_path / "package") == f"{commit}-dirty"
 
 
 def test_metrics_are_strict_json(tmp_path: Path) -> None:

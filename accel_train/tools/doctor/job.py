@@ -38,9 +38,9 @@ EARLY = "USR1, at least twice as long before the time limit as a save takes"
 
 
 def versions(exam: Examination) -> Finding:
-    """The same Python, packages, CUDA, driver and commit on all ranks."""
+    """The same Python, packages, CUDA and driver on all ranks."""
     mine = environment(exam.launch.world_size, [])
-    facts = {"python": mine["python"], **mine["packages"], "CUDA": str(mine["cuda"]), "commit": str(mine["commit"])}
+    facts = {"python": mine["python"], **mine["packages"], "CUDA": str(mine["cuda"])}
     facts["driver"] = DRIVER.read_text().partition("\n")[0] if DRIVER.exists() else ""
     return check.same(exam, facts, "Activate the same environment on all nodes.")
 
