@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import sys
@@ -27,7 +26,7 @@ from accel_train.data.sources.splits import Source, Splits, count_classes, has_o
 from accel_train.errors import UserError, counted, first_of, one_line
 from accel_train.launch.accelerator import precision
 from accel_train.launch.environment import Launch
-from accel_train.launch.process import LAUNCHERS, launcher_command, start_folder
+from accel_train.launch.process import start_folder
 from accel_train.models.batchnorm import has_batchnorm
 from accel_train.optim.loss import check_task
 from accel_train.optim.schedule import check_schedule
@@ -335,7 +334,8 @@ def typed_program() -> str:
 
 
 def resume_command(launch: Launch, run: Path, *options: str) -> str:
-    """What a person types to resume the run in the directory `run`, which was launched as `launch` says.
+    """What a person types to resume the run in the directory `run`: of a launcher or a job script only what follows
+    its own words, which no process knows whole.
 
     `options`: words of settings that differ from the run's own.
     """
@@ -343,32 +343,6 @@ def resume_command(launch: Launch, run: Path, *options: str) -> str:
         words = "".join(f", {word!r}" for word in options)
         return f"the same call of train, with output_dir={str(run)!r}{words}"
     recipe = shlex.join([f"{run}/config.yaml", "--output-dir", str(run), *options])
-    program = f"python -m accel_train.train {recipe}"
-    if start_folder() is not None:  # a job script started it; accel-train after-job knows more
-        if "PBS_JOBID" in os.environ:
-            option = "-V" if "'" in recipe else "-v TRAIN"  # qsub -v turns quotes into backslashes
-            return f"TRAIN={shlex.quote(recipe)} qsub {option} … pbs/train.pbs"
-        return f"sbatch … slurm/train.sbatch {recipe}"
-    if launch.launcher == "none":
+    if launch.launcher == "none" and start_folder() is None:
         return f"{typed_program()} train {recipe}"
-    if launch.launcher in ("accelerate", "torchrun"):
-        unknown = f"{'accelerate launch' if launch.launcher == 'accelerate' else 'torchrun'} … -m accel_train.train"
-        others = ", and so on each host" if launch.world_size > launch.local_world_size else ""
-        return f"{shlex.join(_launcher_words()) or unknown} {recipe}{others}"
-    if launch.launcher == "srun":
-        return f"srun --ntasks={launch.world_size} … {program}"
-    if launch.launcher == "environment":
-        return f"{program}, with RANK, WORLD_SIZE and MASTER_ADDR set as before"
-    return f"mpirun -n {launch.world_size} … {program}"
-
-
-def _launcher_words() -> list[str]:
-    """The launcher's command line up to this program's own arguments, or [] if it cannot be read."""
-    words, ours = launcher_command(), sys.argv[1:]
-    if not ours or words[-len(ours) :] != ours:
-        return []
-    head = words[: -len(ours)] + ["train"] * (ours[0] == "train")  # of `-m accel_train train`
-    if len(head) > 1 and Path(head[1]).name in LAUNCHERS:  # python …/bin/accelerate launch
-        name = Path(head[1]).name
-        head = [name if shutil.which(name) else head[1], *head[2:]]
-    return head
+    return f"launch or submit it as before, with {recipe}"
