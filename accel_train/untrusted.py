@@ -123,7 +123,8 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
 
 
 def read_yaml(text: str | bytes, *, nodes: bool = False) -> Any:
-    """Return what a YAML text says, as yaml.safe_load does; or its root node, with each scalar as its text.
+    """Return what a YAML text says, as yaml.safe_load does; or its root node, with each scalar as its text, without
+    aliases.
 
     Not with libyaml, which ends the process (SIGSEGV) when parts are nested too deeply. Raises yaml.YAMLError, and
     ValueError for a value that is none of its kind.
@@ -136,6 +137,9 @@ def read_yaml(text: str | bytes, *, nodes: bool = False) -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             self.depth += 1
             self.aliases += self.check_event(yaml.AliasEvent)
+            if nodes and self.aliases:
+                text = "an alias (*NAME), which is not read here; write its values again"
+                raise yaml.composer.ComposerError(None, None, text, self.peek_event().start_mark)
             if self.depth > MAX_YAML_DEPTH or self.aliases > MAX_YAML_ALIASES:
                 limits = f"more than {MAX_YAML_DEPTH} parts inside each other, or {MAX_YAML_ALIASES} uses of aliases"
                 raise yaml.composer.ComposerError(None, None, limits, self.peek_event().start_mark)

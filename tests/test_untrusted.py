@@ -158,11 +158,12 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]
 
 @pytest.mark.parametrize("text", [BRACKETS, MERGES, f"epochs: {BRACKETS}"])
 def test_yaml_has_a_bounded_depth_and_few_aliases(tmp_path: Path, text: str) -> None:
-    for nodes in (False, True):
-        with pytest.raises(yaml.YAMLError, match="more than 100 parts inside each other, or 32 uses of aliases"):
-            read_yaml(text, nodes=nodes)
+    with pytest.raises(yaml.YAMLError, match="more than 100 parts inside each other, or 32 uses of aliases"):
+        read_yaml(text)
+    with pytest.raises(yaml.YAMLError, match=r"more than 100 parts inside each other|an alias"):
+        read_yaml(text, nodes=True)
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"config\.yaml:\d+: not YAML: more than 100 parts"):
+    with pytest.raises(UserError, match=r"config\.yaml:\d+: not YAML: (more than 100 parts|an alias)"):
         read_recipe(str(tmp_path / "config.yaml"))
     assert read_yaml("a: &a [1, 2]\nb: *a\nc: {<<: {d: 1}}") == {"a": [1, 2], "b": [1, 2], "c": {"d": 1}}
 
@@ -229,7 +230,6 @@ EXCEPTIONS = {
     "tools.shards": "a folder that it has just made",
     # Checked before
     "checkpoint.directory": "verify_files has found regular files", "checkpoint.reading": "require_regular_file",
-    "config.recipe": "train <(…): a pipe is meant, and read to a bound",
     "tools.evaluate_run": "np.load of an opened file", "data.sources.files.tars": "tarfile of an opened file",
     "user_code.loading": "the import of a user's own code",
     "data.sources.user": "the same",

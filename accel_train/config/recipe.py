@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from accel_train.untrusted import TooLargeError, is_file_name, read_regular_file
 from accel_train.user_code.reference import PREFIXES, resolve
 
 MAX_BYTES = 1 << 20
-MOST_VALUES, MOST_DEPTH = 10_000, 100  # of model.kwargs and optim.kwargs
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
@@ -63,8 +62,7 @@ def read_recipe(name: str, folder: Path | None = None, users: tuple[Path, ...] =
     if path.parent == RECIPES:
         return _read(Recipe(path.stem, _read_text(path, shown)), shown, Path(), users)
     # A file of the user's is named relative to the recipe.
-    place = path.parent if path.is_file() else Path()
-    return _read(Recipe(path.stem, _read_text(path, shown)), shown, place, (*users, path.resolve()))
+    return _read(Recipe(path.stem, _read_text(path, shown)), shown, path.parent, (*users, path.resolve()))
 
 
 def read_settings(settings: Mapping[str, Any], shown: str) -> Recipe:
@@ -135,20 +133,12 @@ def _find(name: str, folder: Path | None, users: tuple[Path, ...]) -> tuple[Path
     if path.resolve() in users:
         circle = " -> ".join(user.name for user in (*users, path))
         raise UserError(f"{shown}: the recipe is its own base: {circle}. Remove one of these base: lines.")
-    if users and path.exists() and not path.is_file():  # the recipe on the command line may be a pipe: train <(…)
-        raise UserError(f"{shown}: not a regular file, but the base of {users[-1].name}.")
     return path, shown
 
 
 def _read_text(path: Path, shown: str) -> str:
     try:
-        if path.is_relative_to("/dev") or path.is_relative_to("/proc"):  # train <(…)
-            with path.open("rb") as file:
-                content = file.read(MAX_BYTES + 1)
-            if len(content) > MAX_BYTES:
-                raise TooLargeError
-        else:
-            content = read_regular_file(path, MAX_BYTES, follow=True)
+        content = read_regular_file(path, MAX_BYTES, follow=True)
     except TooLargeError:
         raise UserError(f"recipe {shown}: more than {MAX_BYTES:,} bytes, which is too large for a recipe.") from None
     except FileNotFoundError:
@@ -233,7 +223,7 @@ def _read_entry(recipe: Recipe, key: str, node: Any, origin: str) -> None:
         for name, text in node.value:
             recipe.about[str(name.value)] = " ".join(_read_values("about", text, origin))
     elif key in ("model.kwargs", "optim.kwargs") and node.id == "mapping":
-        recipe.options[key] = Option(key, (json.dumps(_as_value(node, origin, iter(range(MOST_VALUES)))),), origin)
+        recipe.options[key] = Option(key, (json.dumps(_as_value(node)),), origin)
     else:
         recipe.options[key] = Option(key, _read_values(key, node, origin), origin)
 
@@ -247,20 +237,12 @@ def _read_values(key: str, node: Any, origin: str) -> tuple[str, ...]:
     return tuple(item.value if item.value or item.style else "null" for item in items)
 
 
-def _as_value(node: Any, origin: str, left: Iterator[int], depth: int = 0) -> Any:
-    """Return what a node says: a scalar without quotes is a number, true, false or null if JSON has it so.
-
-    `left`: one item for each value that it may still have. Few lines with aliases can stand for endless values.
-    """
-    if depth > MOST_DEPTH or next(left, None) is None:
-        raise UserError(
-            f"{origin}: more than {MOST_VALUES:,} values, or more than {MOST_DEPTH} inside each other, as aliases "
-            "(*NAME) can make them; write fewer."
-        )
+def _as_value(node: Any) -> Any:
+    """Return what a node says: a scalar without quotes is a number, true, false or null if JSON has it so."""
     if node.id == "mapping":
-        return {str(key.value): _as_value(item, origin, left, depth + 1) for key, item in node.value}
+        return {str(key.value): _as_value(item) for key, item in node.value}
     if node.id == "sequence":
-        return [_as_value(item, origin, left, depth + 1) for item in node.value]
+        return [_as_value(item) for item in node.value]
     try:
         return node.value if node.style else json.loads(node.value)
     except ValueError:

@@ -143,11 +143,6 @@ def test_each_slip_on_the_command_line_is_told(recipe: str, arguments: list[str]
     assert message in told(recipe, *arguments)
 
 
-# Some hundred bytes that stand for 40 million values.
-NINE_TIMES = (f", a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 9))
-ALIASES = "model: {kwargs: {a0: &a0 [x]" + "".join(NINE_TIMES) + "}}"
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -161,11 +156,8 @@ ALIASES = "model: {kwargs: {a0: &a0 [x]" + "".join(NINE_TIMES) + "}}"
         (b"seed: 1\n\noptim: {lrr: 1}", "r.yaml:3). Did you mean 'optim.lr'?"),
         (b"ema: {enabled: on}", "--ema.enabled: expected true or false, found 'on' ("),
         (b"recipe: x", "--recipe: unknown option ("),
-        (b"optim: &a {optim: *a}", "optim.optim: expected a value, found a mapping."),
-        (b"model: {kwargs: &a {x: *a}}", "r.yaml:1: more than 10,000 values, or more than 100 inside each other"),
-        (ALIASES.encode(), "r.yaml:1: not YAML: more than 100 parts"),
+        (b"model: {kwargs: &a {x: *a}}", "r.yaml:1: not YAML: an alias (*NAME), which is not read here; write its"),
         (b"<<: {seed: 1}", "--<<.seed: unknown option ("),
-        (b"seed: *b", "r.yaml:1: not YAML: found undefined alias 'b'."),
         (b"{? [a] : 1}", "expected the name of an option, found a list."),
         (b"optim:\n\tlr: 1", "r.yaml:2: not YAML: a tab; indent lines with spaces."),
         (b"a: b: c", "r.yaml:1: not YAML: a `:` where no option can be: the line is indented too far"),
