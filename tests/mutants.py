@@ -169,7 +169,7 @@ MUTANTS = [
            "run/test_guard.py", "a loss of NaN on one process stops all of them"),
     Mutant(NONFINITE, "state.skipped_in_a_row >= MOST_IN_A_ROW", "False",
            "run/test_nonfinite.py", "a broken model is not skipped for ever"),
-    Mutant("records/summary.py", "\"--output-dir\", str(run), *options", "*options",
+    Mutant("records/summary.py", ", \"--output-dir\", str(run)]", "]",
            "records/test_summary.py", "the command that resumes a run names its directory"),
     Mutant(RUN, "            self.meter.discard()", "            self.meter.commit()",
            "run/test_end_update.py", "a skipped update does not count in the training's metrics"),

@@ -333,16 +333,12 @@ def typed_program() -> str:
     return f"{shlex.quote(sys.executable)} -m accel_train"
 
 
-def resume_command(launch: Launch, run: Path, *options: str) -> str:
+def resume_command(launch: Launch, run: Path) -> str:
     """What a person types to resume the run in the directory `run`: of a launcher or a job script only what follows
-    its own words, which no process knows whole.
-
-    `options`: words of settings that differ from the run's own.
-    """
+    its own words, which no process knows whole."""
     if GIVEN:
-        words = "".join(f", {word!r}" for word in options)
-        return f"the same call of train, with output_dir={str(run)!r}{words}"
-    recipe = shlex.join([f"{run}/config.yaml", "--output-dir", str(run), *options])
+        return f"the same call of train, with output_dir={str(run)!r}"
+    recipe = shlex.join([f"{run}/config.yaml", "--output-dir", str(run)])
     if launch.launcher == "none" and start_folder() is None:
         return f"{typed_program()} train {recipe}"
     return f"launch or submit it as before, with {recipe}"
