@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import pickle
 import platform
 import re
 import shutil
@@ -35,20 +34,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from accel_train.config.compatibility import check_format
-from accel_train.errors import UserError
+from accel_train.errors import UserError, reason_of
 from accel_train.files import fsync, open_to_write, set_default_permissions, sha256
 from accel_train.ownership.owner import is_late
 from accel_train.untrusted import (
-    LARGEST,
     NotRegularFileError,
     is_count,
     is_file_name,
-    is_number,
     json_object,
     open_to_read,
     parse_json,
@@ -59,7 +55,6 @@ from accel_train.untrusted import (
 T = TypeVar("T")
 MANIFEST = "manifest.json"
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
-SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 ATTEMPTS = 100  # to read what a run may delete meanwhile
 FILES = ("state.json", "optimizer.pt", "model.safetensors", "ema.safetensors")
 
@@ -268,23 +263,25 @@ def read_checkpoint(path: Path) -> Snapshot:
     try:
         state = parse_json(read_regular_file(file))
         check_format(file, dict(state).get("format"), state["versions"]["accel-train"])
-        _check_records(state)
         file = path / "optimizer.pt"
         optimizer = _load_optimizer(file)
         file = path / "model.safetensors"
         model = load_file(file)
         file = path / "ema.safetensors"
         ema = load_file(file) if file.exists() else None
-    except (
-        ValueError, LookupError, TypeError, RuntimeError, EOFError, MemoryError, AttributeError, NotImplementedError,
-        OverflowError, pickle.UnpicklingError, zipfile.BadZipFile, SafetensorError,
-    ) as error:  # fmt: skip
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{file} matches its checksum, but it is not a file of this program ({reason}). If you do not trust it, "
-            f"delete {path}; the previous checkpoint is used then."
-        ) from None
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # whatever a file with other contents makes of it
+        raise not_ours(file, error) from error
     return Snapshot(model, ema, optimizer, state)
+
+
+def not_ours(file: Path, error: Exception) -> UserError:
+    """The error for a file of a checkpoint that is as it was written, but whose content has led to `error`."""
+    return UserError(
+        f"{file} matches its checksum, but it is not a file of this program ({reason_of(error)}). If you do not trust "
+        f"it, delete {file.parent}; the previous checkpoint is used then."
+    )
 
 
 def verify_checkpoint(path: Path) -> set[str]:
@@ -300,35 +297,6 @@ def verify_checkpoint(path: Path) -> set[str]:
                 f"delete {path}; the previous checkpoint is used then."
             )
     return names
-
-
-def _check_records(state: Any) -> None:
-    """Raise ValueError unless state.json has the entries that are read from it. `TrainState` checks `train` itself."""
-    for name, kinds in (
-        ("train", dict), ("configuration", dict), ("versions", dict), ("scaler", (dict, type(None))),
-        ("schedule", (dict, type(None))),
-    ):  # fmt: skip
-        if not isinstance(state[name], kinds):
-            raise ValueError(f"{name} is {state[name]!r}")
-    for name in ("samples", "generation"):
-        if name in state and not is_count(state[name]):  # a loop of one's own does not say its samples
-            raise ValueError(f"{name} is {state[name]!r}")
-    if not isinstance(table := state.get("table", ""), str):
-        raise ValueError(f"table is {table!r}")
-    if not isinstance(bits := state.get("bits", {}), dict):
-        raise ValueError(f"bits is {bits!r}")
-    if not isinstance(data := state["configuration"].get("data", {}), dict):
-        raise ValueError(f"configuration.data is {data!r}")
-    for name in ("scaler", "schedule"):
-        for key, value in (state[name] or {}).items():
-            if (name, key) == ("schedule", "factors") and isinstance(value, str):
-                continue  # a hash
-            least = -LARGEST if (name, key) == ("schedule", "best") else 0.0  # a loss counts there with a minus
-            if not (is_number(value, least) or (value is None and name == "schedule")):
-                raise ValueError(f"{name}.{key} is {value!r}")
-    scaler = state["scaler"]
-    if scaler and not (scaler.keys() >= SCALER and scaler["scale"] > 0 and scaler["growth_factor"] > 1):
-        raise ValueError(f"scaler is {scaler!r}")
 
 
 def _load_optimizer(file: Path) -> Any:

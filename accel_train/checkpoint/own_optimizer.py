@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from accel_train.checkpoint.state_dict import (
     broadcast_optimizer_state,
     gather_to_main,
+    matching_state,
     optimizer_state,
     outline,
     parameter_names,
@@ -167,7 +168,7 @@ def _move_state(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer, 
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = matching_state(_as_model(other), other, torch.load(file, weights_only=True))
     broadcast_optimizer_state(_as_model(other), other, outline(loaded), loaded if is_main else None)
 
 

@@ -23,9 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from accel_train.errors import UserError, reason_of
 from accel_train.models.wrapping import plain_name, unwrap_model
 from accel_train.optim.optimizer import FUSED
-from accel_train.untrusted import is_number
 
-LARGEST_FLOAT = torch.finfo(torch.float32).max
 HOW_TO_COMPUTE = (
     "foreach",
     "fused",
@@ -123,13 +121,11 @@ def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     shape: dict[str, Any],
     values: dict[str, Any] | None,
-    keep: Collection[str] = (),
 ) -> None:
     """Load the main process's state into the optimizers of all processes. Collective.
 
-    `values`: what `gather_to_main` made of `optimizer_state`; None on the other processes. `shape`: its `outline`, on
-    all processes. `keep`: settings of the parameter groups ("weight_decay") that stay as they are now; all stay if the
-    parameters are grouped in a different way. Raises MismatchError if the optimizer does not take the state.
+    `values`: what `matching_state` made of the saved state; None on the other processes. `shape`: its `outline`, on
+    all processes. Raises MismatchError if the optimizer does not take the state.
     """
     names = parameter_names(model, optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -138,13 +134,10 @@ def broadcast_optimizer_state(
         for number, parameter in enumerate(parameters)
         if names[number] in shape["state"]
     }
-    groups = optimizer.state_dict()["param_groups"]
-    saved, fixed = shape["param_groups"], {"params", *HOW_TO_COMPUTE, *keep}
-    if [[names[i] for i in group["params"]] for group in groups] == [group["params"] for group in saved]:
-        groups = [
-            {**old, **{key: value for key, value in group.items() if key in fixed}}
-            for group, old in zip(groups, saved, strict=True)
-        ]
+    groups = [
+        {**saved, **{key: value for key, value in group.items() if key in ("params", *HOW_TO_COMPUTE)}}
+        for group, saved in zip(optimizer.state_dict()["param_groups"], shape["param_groups"], strict=True)
+    ]
     try:
         optimizer.load_state_dict({**shape, "state": state, "param_groups": groups})
     except Exception as error:  # whatever an optimizer raises for a state of another one
@@ -166,92 +159,51 @@ def state_mismatch(update: int, reason: str) -> UserError:
 
 def matching_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Any, keep: Collection[str] = ()
-) -> tuple[dict[str, Any], list[str]]:
-    """The part of `saved` (made by `optimizer_state`) that is for the parameters of `optimizer`, and the names of those
-    that have no saved state.
+) -> dict[str, Any]:
+    """The part of `saved` (made by `optimizer_state`) that is for the parameters of `optimizer`.
 
-    `keep`: settings of the parameter groups that are not taken from `saved`, because the user changed them. Raises
-    MismatchError for what would crash the process: torch loads any state, and fused kernels do not look at its shapes.
-    What else may be wrong with it raises an error where it is loaded, or in the first step.
+    The settings of its parameter groups are the saved ones, but for those in `keep`, because the user changed them, and
+    for all of them if the parameters are grouped in a different way. Raises MismatchError for what would crash the
+    process: torch loads any state, and fused kernels do not look at its shapes. What else may be wrong with it raises
+    an error here, where it is loaded, or in the first step.
     """
-    if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict)):
-        raise MismatchError("it has no state")
-    if not isinstance(saved.get("param_groups"), list):
-        raise MismatchError("it has no parameter groups")
     names = parameter_names(model, optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[str, Any] = {}
     for name, parameter in zip(names, parameters, strict=True):
-        values = saved["state"].get(name, {})
-        if values != {}:
+        if values := saved["state"].get(name):
             state[name] = _checked_state(name, values, parameter, fused=isinstance(optimizer, FUSED))
-    missing = [name for name in names if name not in state]
-    needs = any("betas" in group or group.get("momentum") for group in optimizer.param_groups)
-    if missing and state and isinstance(optimizer, torch.optim.SGD):
+    if 0 < len(state) < len(names) and isinstance(optimizer, torch.optim.SGD):
         # Its fused kernel requires a momentum for all parameters or none. Without dampening, it starts at zero.
         for name, parameter in zip(names, parameters, strict=True):
             state.setdefault(name, {"momentum_buffer": torch.zeros(parameter.shape, dtype=parameter.dtype)})
-    now = optimizer.state_dict()
-    others = {key: saved[key] for key in now if key in saved and key not in ("state", "param_groups")}
-    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in now["param_groups"]]
-    of_saved = [group.get("params") if isinstance(group, dict) else None for group in saved["param_groups"]]
-    if [group["params"] for group in groups] != of_saved:
-        groups = []  # they are grouped in a different way: this run's settings are used
-    fixed = {"params", *HOW_TO_COMPUTE, *keep}
-    for group, old in zip(groups, saved["param_groups"], strict=False):
-        taken = {key: value for key, value in old.items() if key not in fixed and (key in group or _is_numeric(value))}
-        group |= {key: _checked_setting(key, value, group) for key, value in taken.items()}
-    return {**others, "state": state, "param_groups": groups}, missing if state or needs else []
+    groups = optimizer.state_dict()["param_groups"]
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in groups]
+    if [group["params"] for group in groups] == [group["params"] for group in saved["param_groups"]]:
+        groups = [
+            {key: value for key, value in old.items() if key not in keep}
+            | {key: value for key, value in group.items() if key in keep}
+            for group, old in zip(groups, saved["param_groups"], strict=True)
+        ]
+    return {**saved, "state": state, "param_groups": groups}
 
 
 def _checked_state(name: str, values: Any, parameter: Tensor, *, fused: bool) -> dict[str, Any]:
     """The saved `values` of a parameter. Raises MismatchError, for a `fused` kernel also for other shapes."""
-    if not isinstance(values, dict):
-        raise MismatchError(f"the state of {name} is {_shown(values)}")
 
     def plain(tensor: Tensor) -> Tensor:
-        ordinary = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-        if not (ordinary and tensor.device.type == "cpu" and not tensor.is_quantized):
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
             raise MismatchError(f"the state of {name} has a tensor that is not an ordinary one")
         return tensor.detach()
 
-    try:
-        found: dict[str, Any] = _with_tensors(values, plain)
-    except RecursionError:
-        raise MismatchError(f"the state of {name} has too many parts inside each other") from None
-    for key, value in found.items() if fused else ():
+    checked: dict[str, Any] = _with_tensors(values, plain)
+    for key, value in checked.items() if fused else ():
         shape = torch.Size() if key == "step" else parameter.shape
         fits = isinstance(value, Tensor) and value.shape == shape and value.is_floating_point()
         if not (fits or value is None):
-            raise MismatchError(f"{key} of {name} is {_shown(value)} instead of a tensor {tuple(shape)}")
-    return found
-
-
-def _checked_setting(key: str, value: Any, now: dict[str, Any]) -> Any:
-    """The saved value of a group's setting if it is of numbers, which some optimizers count in their groups, else the
-    one that it has `now`. Raises MismatchError unless both are of numbers."""
-    if key not in now:
-        return value
-    if not _is_numeric(now[key]):
-        return now[key]
-    finite = isinstance(value, (list, tuple, bool, Tensor)) or is_number(value, -LARGEST_FLOAT, LARGEST_FLOAT)
-    same = _is_numeric(value) and isinstance(value, bool) == isinstance(now[key], bool)
-    if not same or not (finite or value == now[key]):  # some are infinite on purpose
-        raise MismatchError(f"its {key} is {_shown(value)} instead of {now[key]!r}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    return repr(value)[:40]
-
-
-def _is_numeric(value: Any) -> bool:
-    """Whether it is a number, true or false, a tensor of a single number, or a list of these."""
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_numeric, value))
-    return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
+            found = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:40]
+            raise MismatchError(f"{key} of {name} is {found} instead of a tensor {tuple(shape)}")
+    return checked
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

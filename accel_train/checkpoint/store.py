@@ -15,7 +15,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from accel_train.checkpoint.directory import (
     delete_checkpoint,
     epochs_done,
     list_updates,
+    not_ours,
     updates_to_keep,
     versions,
     write_checkpoint,
@@ -87,8 +88,6 @@ class RestorePlan:
     position: TrainState
     optimizer: dict[str, Any] | None
     """The outline of the optimizer's state; None: the optimizer starts with a new state."""
-    keep: tuple[str, ...] = ()
-    """Settings of its parameter groups that are taken from this run, not from the checkpoint."""
 
 
 class CheckpointStore(ABC):
@@ -262,7 +261,7 @@ class CheckpointStore(ABC):
             broadcast_weights(named_tensors(self.ema), ema)
         if plan.optimizer is not None:  # else the checkpoint is of another optimizer, and this one begins anew
             try:
-                broadcast_optimizer_state(self.model, self.optimizer, plan.optimizer, optimizer, plan.keep)
+                broadcast_optimizer_state(self.model, self.optimizer, plan.optimizer, optimizer)
             except MismatchError as error:
                 raise state_mismatch(plan.position.update, str(error)) from error
         if plan.state["scaler"] and self.accelerator.scaler is not None:
@@ -281,36 +280,21 @@ class CheckpointStore(ABC):
             raise state_mismatch(update, f"{type(error).__name__}: {reason_of(error, 200)}") from error
 
     def plan_with_optimizer(
-        self,
-        path: Path,
-        snapshot: Snapshot,
-        position: TrainState,
-        keep: Sequence[str] = (),
-        stepless: Collection[str] = (),
+        self, path: Path, snapshot: Snapshot, position: TrainState, keep: Sequence[str] = ()
     ) -> tuple[RestorePlan, Snapshot]:
         """What `_match` returns, with the part of the saved optimizer state that this run's optimizer takes.
 
-        `keep`: see RestorePlan. `stepless`: the names of parameters that have had no step and no state yet. Raises
-        UserError if the state does not match.
+        `keep`: settings of its parameter groups that are taken from this run, not from the checkpoint. Raises UserError
+        if the state does not match.
         """
-        trained = position.update > position.skipped_updates
         try:
-            matching, missing = matching_state(self.model, self.optimizer, snapshot.optimizer, keep)
-            # With a loss scaler the first updates often overflow, and leave no state.
-            if missing and not matching["state"] and not keep and trained and not snapshot.state["scaler"]:
-                raise MismatchError(f"it has no state of any parameter after {position.update} updates")
-        except MismatchError as error:
+            matching = matching_state(self.model, self.optimizer, snapshot.optimizer, keep)
+            plan = RestorePlan(snapshot.state, position, outline(matching))
+        except Exception as error:  # whatever a state of another optimizer makes of it
             raise UserError(
-                f"{path / 'optimizer.pt'} does not fit this run's optimizer: {error}. If you do not trust it, delete "
-                f"{path}; the previous checkpoint is used then."
-            ) from None
-        missing = [name for name in missing if name not in stepless]
-        if missing and trained:
-            self.notes.append(
-                f"{path / 'optimizer.pt'} has no state of {len(missing)} parameters, such as {missing[0]}: the "
-                "optimizer starts with a new state for them"
-            )
-        plan = RestorePlan(snapshot.state, position, outline(matching), tuple(keep))
+                f"{path / 'optimizer.pt'} does not fit this run's optimizer: {reason_of(error, 200)}. If you do not "
+                f"trust it, delete {path}; the previous checkpoint is used then."
+            ) from error
         return plan, dataclasses.replace(snapshot, optimizer=matching)
 
     def _plan_restore(self, resume: str, allow: Sequence[str]) -> RestorePlan | None:
@@ -325,7 +309,12 @@ class CheckpointStore(ABC):
         path, snapshot = chosen
         if path.parent != self.folder:
             self.notes.append(f"goes on from {path}")
-        plan, self._snapshot = self._match(path, snapshot, allow)
+        try:
+            plan, self._snapshot = self._match(path, snapshot, allow)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a state.json with other contents makes of it
+            raise not_ours(path / "state.json", error) from error
         if path.parent.resolve() == self.folder.resolve():
             self.last_saved = plan.position.update
             best = plan.position.best_update
@@ -413,8 +402,8 @@ class Checkpoints(CheckpointStore):
         keep = tuple(name for key in changed for name in GROUP_SETTINGS.get(key, (key,)))
         if "name" in changed:
             self.notes.append("the checkpoint is of a different optimizer, so its state is not used")
-            return RestorePlan(snapshot.state, position, None, keep), snapshot
-        return self.plan_with_optimizer(path, snapshot, position, keep, self._without_steps(position))
+            return RestorePlan(snapshot.state, position, None), snapshot
+        return self.plan_with_optimizer(path, snapshot, position, keep)
 
     def _check_settings(
         self, path: Path, snapshot: Snapshot, allow: Sequence[str]
@@ -443,16 +432,9 @@ class Checkpoints(CheckpointStore):
         ends = {"epochs", "stop.updates", "batch-size", "schedule.per"} & changes.keys()
         if "schedule.name" in changes or (_has_own_schedule(config) and (ends or is_under("schedule.name", allow))):
             snapshot.state["schedule"] = None  # it begins anew, or its factors may be others
-        self._check_schedule(snapshot.state["schedule"], path)
+        if snapshot.state["schedule"] is not None and self.schedule is not None:
+            self.schedule.load_state_dict(snapshot.state["schedule"])  # here its errors are told of the file
         return position, changes
-
-    def _check_schedule(self, saved: dict[str, Any] | None, path: Path) -> None:
-        try:
-            if saved is not None and self.schedule is not None:
-                self.schedule.load_state_dict(saved)
-        except (LookupError, TypeError, ValueError):
-            names = ", ".join(saved or {}) or "nothing"
-            raise UserError(f"{path / 'state.json'}: schedule has {names}: that is not this run's schedule.") from None
 
     def _differences(self, snapshot: Snapshot, changes: Mapping[str, str]) -> list[str]:
         """What differs from the checkpoint: settings, what the bits depend on, versions."""
@@ -466,16 +448,6 @@ class Checkpoints(CheckpointStore):
             ),
             *(f"{name} {before.get(name)} -> {new}" for name, new in versions().items() if before.get(name) != new),
         ]
-
-    def _without_steps(self, position: TrainState) -> frozenset[str]:
-        """The parameters that were frozen in all updates so far, and will thaw."""
-        if self.config.model.freeze_epochs is None:
-            return frozenset()
-        from accel_train.models.classifier import frozen_names
-        from accel_train.models.wrapping import unwrap_model
-
-        bare, settings = unwrap_model(self.model), self.config.model
-        return frozen_names(bare, settings, position.epoch - (position.epoch_samples == 0))
 
 
 def _obstacle_at(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,17 @@ from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
 from accel_train.untrusted import LARGEST, is_count, is_number
+
+FITS: dict[str, Callable[[Any], bool]] = {
+    "int": is_count,
+    "int | None": lambda value: value is None or is_count(value),
+    "float": lambda value: is_number(value, -LARGEST),
+    "float | None": lambda value: value is None or is_number(value, -LARGEST),
+    "dict[str, float]": lambda values: (
+        isinstance(values, dict) and all(is_number(v, -LARGEST) for v in values.values())
+    ),
+}
+"""Type of an entry of a position -> whether a value of a checkpoint can be one."""
 
 
 @dataclass
@@ -174,25 +185,7 @@ class TrainState:
 
     def _impossible(self) -> str:
         """The name of an entry that has a wrong type or is out of range; "" if there is none."""
-        fits = {
-            "update": is_count(self.update),
-            "epoch": is_count(self.epoch) and is_count(self.update) and self.epoch <= self.update,
-            "epoch_samples": is_count(self.epoch_samples),
-            "epoch_left_out": is_count(self.epoch_left_out),
-            "samples_seen": is_count(self.samples_seen),
-            "best_value": self.best_value is None or is_number(self.best_value),
-            "best_update": self.best_update is None or is_count(self.best_update),
-            "best_epoch": self.best_epoch is None or is_count(self.best_epoch),
-            "evaluated": self.evaluated is None or is_count(self.evaluated),
-            "wall_seconds": is_number(self.wall_seconds),
-            "epoch_loss_sum": is_number(self.epoch_loss_sum, -LARGEST),
-            "epoch_count": is_count(self.epoch_count),
-            "epoch_correct": is_number(self.epoch_correct),
-            "epoch_sums": isinstance(self.epoch_sums, dict)
-            and all(is_number(total, -LARGEST) for total in self.epoch_sums.values()),
-            "train_seconds": is_number(self.train_seconds),
-            "timed_samples": is_count(self.timed_samples),
-            "skipped_updates": is_count(self.skipped_updates),
-            "skipped_in_a_row": is_count(self.skipped_in_a_row),
-        }
-        return next((name for name, fit in fits.items() if not fit), "")
+        for entry in fields(self):
+            if not FITS[str(entry.type)](getattr(self, entry.name)):
+                return entry.name
+        return "" if self.epoch <= self.update else "epoch"

@@ -54,8 +54,9 @@ class Plateau:
         return {"best": self.best, "bad_epochs": self.bad_epochs, "decays": self.decays, "epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best, self.bad_epochs = state_dict["best"], state_dict["bad_epochs"]
-        self.decays, self.epoch = state_dict["decays"], state_dict["epoch"]
+        best = state_dict["best"]
+        self.best, self.bad_epochs = None if best is None else float(best), int(state_dict["bad_epochs"])
+        self.decays, self.epoch = int(state_dict["decays"]), int(state_dict["epoch"])
 
 
 class LearningRate:

@@ -123,9 +123,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another update": (lambda c: edit_state(c, lambda s: s["train"].update(update=5)), "rename it to update-00000005"),
     "another epoch": (lambda c: edit_state(c, lambda s: s["train"].update(epoch=0)), "update 54 is not in epoch 1"),
     "no versions": (lambda c: edit_state(c, lambda s: s.update(versions=[])), "not a file of this program"),
-    "a meaning": (lambda c: edit_state(c, lambda s: s.update(samples="x")), "not a file of this program"),
-    "no data": (lambda c: edit_state(c, lambda s: s["configuration"].update(data=[])), "not a file of this program"),
-    "a scaler": (lambda c: edit_state(c, lambda s: s.update(scaler={"scale": "x"})), "not a file of this program"),
+    "a meaning": (lambda c: edit_state(c, lambda s: s.update(samples="x")), "data: x -> "),
+    "no settings": (lambda c: edit_state(c, lambda s: s.update(configuration=[])), "not a file of this program"),
     "two lines": (
         lambda c: edit_state(c, lambda s: s["configuration"].update(seed="1\naccel-train: all is well\x1b[2J")),
         r"seed: 1\naccel-train: all is well\x1b[2J -> 0",
@@ -133,7 +132,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "deep": (lambda c: ((c / "state.json").write_text("[" * 10**5), rehash(c)), "not a file of this program"),
     "another shape": (
         lambda c: edit_optimizer(c, lambda o: first_state(o).update(momentum_buffer=torch.zeros(3))),
-        "is a tensor (3,) of float32 instead of a tensor (",
+        "is a tensor (3,) instead of a tensor (",
     ),
     "a number": (lambda c: edit_optimizer(c, lambda o: first_state(o).update(momentum_buffer=1.0)), "is 1.0 instead"),
     "no numbers": (
@@ -142,13 +141,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "has a tensor that is not an ordinary one",
     ),
-    "emptied": (lambda c: edit_optimizer(c, lambda o: o.update(state={})), "no state of any parameter after"),
-    "emptied one by one": (
-        lambda c: edit_optimizer(c, lambda o: [each.clear() for each in o["state"].values()]),
-        "no state of any parameter after",
-    ),
-    "a learning rate": (lambda c: edit_optimizer(c, lambda o: o["param_groups"][0].update(lr="x")), "its lr is 'x'"),
-    "a list": (lambda c: (torch.save([1], c / "optimizer.pt"), rehash(c)), "it has no state"),
+    "a list": (lambda c: (torch.save([1], c / "optimizer.pt"), rehash(c)), "does not fit this run's optimizer"),
     "no archive": (lambda c: ((c / "optimizer.pt").write_bytes(b"x" * 99), rehash(c)), "not a file of this program"),
     "whole numbers": (
         lambda c: edit_weights(c / "model.safetensors", lambda w: w.update({k: v.int() for k, v in w.items()})),
@@ -217,12 +210,6 @@ def test_a_position_is_one_that_a_run_can_have_or_refused(changes: dict[str, Any
         assert math.isfinite(value)
     assert found.skipped_updates >= 0 and found.skipped_in_a_row >= 0
     assert TrainState.from_saved(json.loads(json.dumps(asdict(found))), Path("x")) == found
-
-
-def test_a_missing_part_of_the_momentum_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    edit_optimizer(newest(run), lambda tree: tree["state"].popitem())
-    assert main(["train", f"{run}/config.yaml", "--output-dir", str(run)]) == 0
-    assert "has no state of 1 parameters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["predict", "evaluate"])

@@ -285,7 +285,7 @@ def test_only_the_plateau_schedule_has_a_state_and_says_itself_which_it_takes(tm
     other.state_dict = dict  # type: ignore[method-assign]
     config = Config(schedule=Schedule(name="plateau"))
     Run(tmp_path / "plateau", 0, config, other).save(2)
-    with pytest.raises(UserError, match="schedule has nothing: that is not this run's schedule"):
+    with pytest.raises(UserError, match=r"state\.json matches its checksum, but it is not a file of this program"):
         Run(tmp_path / "plateau", 0, config, Counter()).checkpoints.restore("auto")
 
 

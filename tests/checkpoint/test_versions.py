@@ -89,4 +89,4 @@ def test_bits_that_are_no_table_are_refused(tmp_path: Path, capsys: pytest.Captu
     run, words = tmp_path / "run", f"{TINY} --bitwise true"
     interrupted(run, words, bits="some")
     assert train(run, more(words)) == 2
-    assert "bits is 'some'" in capsys.readouterr().err
+    assert "state.json matches its checksum, but it is not a file of this program" in capsys.readouterr().err
