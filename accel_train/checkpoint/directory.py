@@ -137,8 +137,7 @@ def verify_files(checkpoint: Path, only: str | None = None) -> set[str]:
     """Check that all files of `checkpoint` (or just the file `only`) are as they were committed.
 
     Returns the names of all files in the manifest. Raises BrokenError if a file is missing or altered; OSError if a
-    file cannot be read at the moment or may not be read, which does not mean that it is broken; UserError for what no
-    accident produces: a manifest that names files elsewhere, or something that is not an ordinary file.
+    file cannot be read at the moment, may not be read or is a link or a pipe, which does not mean that it is broken.
     """
     manifest = checkpoint / MANIFEST
     try:
@@ -146,20 +145,15 @@ def verify_files(checkpoint: Path, only: str | None = None) -> set[str]:
         expected = {name: (entry["size"], str(entry["sha256"])) for name, entry in entries.items()}
         if not all(is_count(size) for size, _ in expected.values()):
             raise ValueError("a size is not a number")
+        if elsewhere := [name for name in expected if not is_file_name(name)]:
+            raise ValueError(f"it names {elsewhere[0]!r}, which is not in this folder")
         names = set(expected)
         if only is not None:
             expected = {only: expected[only]}
     except FileNotFoundError:
         raise BrokenError(f"{manifest} is missing") from None
-    except NotRegularFileError as error:
-        raise _untrusted(checkpoint, str(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenError(f"{manifest} is altered ({error!r})") from None
-    for name in names:
-        if not is_file_name(name):
-            raise _untrusted(checkpoint, f"{manifest} names {name!r}, which is not in this folder")
-    if not names:
-        raise _untrusted(checkpoint, f"{manifest} names no file")
     for name, (size, digest) in expected.items():
         _verify_file(checkpoint / name, size, digest)
     return names
@@ -174,19 +168,10 @@ def _verify_file(path: Path, size: int, digest: str) -> None:
             raise BrokenError(f"{path} is altered (its SHA-256 differs from the manifest's)")
     except FileNotFoundError:
         raise BrokenError(f"{path} is missing") from None
-    except NotRegularFileError as error:
-        raise _untrusted(path.parent, str(error)) from None
     except OSError as error:
         if error.errno == errno.EIO:
             raise BrokenError(f"{path} is on a damaged part of the disk ({error.strerror})") from None
         raise
-
-
-def _untrusted(checkpoint: Path, what: str) -> UserError:
-    return UserError(
-        f"{what}: accel-train did not write that. If you do not trust {checkpoint}, delete it; the previous checkpoint "
-        "is used then."
-    )
 
 
 def quarantine(checkpoint: Path) -> Path:
@@ -284,19 +269,12 @@ def not_ours(file: Path, error: Exception) -> UserError:
     )
 
 
-def verify_checkpoint(path: Path) -> set[str]:
-    """Verify the files as `verify_files` does; UserError, too, if the manifest omits a file that exists or must exist.
-
-    Returns the names of the files.
-    """
+def verify_checkpoint(path: Path) -> None:
+    """Verify the files as `verify_files` does; BrokenError, too, if the manifest omits one that exists or must exist."""
     names = verify_files(path)
     for name in FILES:
         if name not in names and (name != "ema.safetensors" or (path / name).exists()):
-            raise UserError(
-                f"{path / MANIFEST} does not name {name}, so that file cannot be verified. If you do not trust it, "
-                f"delete {path}; the previous checkpoint is used then."
-            )
-    return names
+            raise BrokenError(f"{path / MANIFEST} is altered (it does not name {name})")
 
 
 def _load_optimizer(file: Path) -> Any:

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from accel_train.checkpoint.directory import checkpoint_path, list_updates
+from accel_train.checkpoint.directory import BrokenError, checkpoint_path, list_updates, verify_checkpoint
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.cli import main
 from accel_train.config.schema import Data
@@ -150,18 +150,6 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another mean": (
         lambda c: edit_weights(c / "ema.safetensors", lambda w: w.popitem()), "is missing there and (",
     ),
-    "names nothing": (lambda c: edit_manifest(c, lambda m: m.clear()), "names no file"),
-    "names one": (lambda c: edit_manifest(c, lambda m: m.pop("optimizer.pt")), "not name optimizer.pt"),
-    "names no mean": (
-        lambda c: edit_manifest(c, lambda m: m.pop("ema.safetensors")), "not name ema.safetensors",
-    ),
-    **{
-        f"names {name}": (
-            lambda c, name=name: edit_manifest(c, lambda m: m.update({name: {"size": 0, "sha256": ""}})),  # type: ignore[misc]
-            "which is not in this folder",
-        )
-        for name in ("/dev/zero", "../../secret", "..", "", "a/b", ".hidden", "a\0b")
-    },
     "a pipe": (lambda c: replaced(c / "state.json", os.mkfifo), "is a pipe, not a regular file"),
     "a manifest that is a pipe": (lambda c: replaced(c / "manifest.json", os.mkfifo), "is a pipe, not a regular"),
     "an endless file": (lambda c: replaced(c / "model.safetensors", lambda p: p.symlink_to("/dev/zero")), "is a link"),
@@ -183,6 +171,24 @@ def test_a_checkpoint_that_no_run_wrote_is_refused(run: Path, case: str, capsys:
     assert message in err
     assert out == ""
     assert listed(run) == before
+
+
+MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "names nothing": lambda files: files.clear(),
+    "names one less": lambda files: files.pop("optimizer.pt"),
+    "names no EMA": lambda files: files.pop("ema.safetensors"),
+    **{
+        f"names {name}": lambda files, name=name: files.update({name: {"size": 0, "sha256": ""}})  # type: ignore[misc]
+        for name in ("/dev/zero", "../../secret", "..", "", "a/b", ".hidden", "a\0b")
+    },
+}
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_manifest_of_other_files_is_an_altered_one(run: Path, case: str) -> None:
+    edit_manifest(newest(run), MANIFESTS[case])
+    with pytest.raises(BrokenError, match=r"manifest\.json is altered"):
+        verify_checkpoint(newest(run))
 
 
 json_values = st.recursive(
