@@ -93,7 +93,7 @@ MUTANTS = [
            "checkpoint/test_resume.py", "whoever has lost the run deletes no checkpoint"),
     Mutant(STORE, "        started = time.perf_counter()\n        self.wait()\n", "        started = time.perf_counter()\n",
            "checkpoint/test_resume.py", "one checkpoint is written at a time"),
-    Mutant("checkpoint/state_dict.py", "non_blocking=True)\n    return tensor.to(\"cpu\", copy=True)", "non_blocking=True)\n    return tensor.to(\"cpu\")",
+    Mutant("checkpoint/state_dict.py", "whole.detach().to(\"cpu\", copy=True)", "whole.detach().to(\"cpu\")",
            "checkpoint/test_resume.py", "a checkpoint is of the moment of its save, although training goes on"),
     Mutant(STORE, "            self.failures.append(f\"checkpoint of", "            str(f\"checkpoint of",
            "checkpoint/test_resume.py", "a save that failed is counted"),

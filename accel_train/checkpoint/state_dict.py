@@ -65,19 +65,14 @@ def gather_to_main(tree: Any, *, here: bool) -> Any:
     """A copy of nested dicts, lists and tuples in which tensors are complete and in host memory; None instead of
     tensors where `here` is false.
 
-    Tensors are copied even on the CPU, so that training can go on while the copy is written. On CUDA the host waits for
-    the device once, not for each tensor: all copies go to pinned memory, which torch keeps for the next time.
+    Tensors are copied even on the CPU, so that training can go on while the copy is written.
     """
-    devices: set[torch.device] = set()
 
     def gather(tensor: Tensor) -> Tensor | None:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return _to_host(whole.detach(), devices) if here else None
+        return whole.detach().to("cpu", copy=True) if here else None
 
-    copy = _with_tensors(tree, gather)
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
-    return copy
+    return _with_tensors(tree, gather)
 
 
 def _with_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -89,18 +84,6 @@ def _with_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)([_with_tensors(value, change) for value in tree])
     return tree
-
-
-def _to_host(tensor: Tensor, devices: set[torch.device]) -> Tensor:
-    """A copy in host memory; from CUDA it is asynchronous, and the device is added to `devices`."""
-    if tensor.device.type == "cuda":
-        try:
-            copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        except RuntimeError:  # the host has no memory left to pin, but may have ordinary memory
-            return tensor.to("cpu", copy=True)
-        devices.add(tensor.device)
-        return copy.copy_(tensor, non_blocking=True)
-    return tensor.to("cpu", copy=True)
 
 
 @torch.no_grad()
