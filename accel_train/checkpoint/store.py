@@ -375,9 +375,6 @@ class Checkpoints(CheckpointStore):
             self.schedule = schedule  # others follow from the update's number, even if their settings may change
         self.config, self.samples, self.table = config, samples, table
         self.bits = what_bits_depend_on(accelerator) if config.bitwise else {}
-        self.rate_before: float | None = None
-        """If settings have changed since the checkpoint: the learning rate that the next update would have had. On the
-        main process."""
         self.description = {
             "seed": config.seed,
             "samples": samples,
@@ -397,7 +394,6 @@ class Checkpoints(CheckpointStore):
         if "best-metric" in changes:
             metric = self.config.best_metric or "value"
             self.notes.append(f"the best {metric} so far no longer counts; a new best is recorded from here on")
-        self.rate_before = _rate_in(snapshot.optimizer) if changes else None
         changed = [key.removeprefix("optim.") for key in changes if key.startswith("optim.")]
         keep = tuple(name for key in changed for name in GROUP_SETTINGS.get(key, (key,)))
         if "name" in changed:
@@ -489,11 +485,3 @@ def _too_short(position: TrainState, path: Path, config: Config, samples: int) -
 
 def _has_own_schedule(config: Config) -> bool:
     return parse_reference("schedule.name", config.schedule.name) is not None
-
-
-def _rate_in(optimizer: Mapping[str, Any]) -> float:
-    """The learning rate in an optimizer's state, which may be of another optimizer, or damaged: then it is 0."""
-    try:
-        return max(float(group["lr"]) for group in optimizer["param_groups"])
-    except (LookupError, TypeError, ValueError):
-        return 0.0

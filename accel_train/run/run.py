@@ -400,8 +400,6 @@ def _announcement(
         yield Noted(f"weights: {setup.loaded}")
     for note in (*splits.notes, *checkpoints.notes):
         yield Warned(note)
-    if not trained and (note := _rate_note(setup, checkpoints)):
-        yield Warned(note)
     yield Started(
         update=state.update,
         updates=updates,
@@ -420,14 +418,6 @@ def _announcement(
         yield Said((resumed_text(state, ledger, ended=trained),))
     for warning in setup.warnings:
         yield Warned(warning)
-
-
-def _rate_note(setup: TrainingSetup, checkpoints: Checkpoints) -> str:
-    """How settings that have changed since the checkpoint change the learning rate; "" if they do not."""
-    before, rate = checkpoints.rate_before, setup.schedule.highest_lr
-    if before is None or abs(rate - before) <= 1e-3 * max(rate, before):
-        return ""
-    return f"the learning rate goes from {before:.3g} to {rate:.3g}, because of the changed settings"
 
 
 @dataclass(frozen=True)
