@@ -124,7 +124,6 @@ EXAMPLES: dict[str, str] = {
     "checkpoint.every-updates": "500",
     "checkpoint.every-seconds": "1800",
     "checkpoint.keep": "5",
-    "checkpoint.milestone-epochs": "10",
     "on-nonfinite": "skip",
 }
 TITLES = {

@@ -27,7 +27,7 @@ import re
 import shutil
 import uuid
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -203,15 +203,9 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-def updates_to_keep(epochs_done: Mapping[int, int | None], keep: int, best: int | None, every: int | None) -> set[int]:
-    """The updates whose checkpoints are kept: the newest `keep`, that of update `best`, and the milestones.
-
-    A milestone ends an epoch whose number is a multiple of `every`. `epochs_done` gives for each update that has a
-    checkpoint the number of completed epochs, or None in the middle of an epoch.
-    """
-    newest = sorted(epochs_done)[-keep:]
-    milestones = [update for update, epochs in epochs_done.items() if every and epochs and epochs % every == 0]
-    return {*newest, *milestones, *(update for update in epochs_done if update == best)}
+def updates_to_keep(updates: Collection[int], keep: int, best: int | None) -> set[int]:
+    """Those of the updates with a checkpoint whose checkpoints are kept: the newest `keep`, and update `best`."""
+    return {*sorted(updates)[-keep:], *(update for update in updates if update == best)}
 
 
 @dataclass(frozen=True)

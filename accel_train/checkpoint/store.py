@@ -108,8 +108,7 @@ class CheckpointStore(ABC):
     schedule: Stateful | None = None
     """Its state must be fit for JSON."""
     keep = 2
-    milestone_epochs: int | None = None
-    """This and `keep`: see `updates_to_keep`."""
+    """How many of the newest checkpoints are kept, besides the best one."""
 
     def __init__(
         self, folder: Path, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, lease: Lease
@@ -332,9 +331,8 @@ class CheckpointStore(ABC):
             self.last_saved = update
             self.committed.append(update)
             self.last_seconds = time.perf_counter() - started
-            epochs = {saved: epochs_done(checkpoint_path(self.folder, saved)) for saved in list_updates(self.folder)}
-            kept = updates_to_keep(epochs, self.keep, best, self.milestone_epochs)
-            for old in sorted(epochs.keys() - kept):
+            updates = list_updates(self.folder)
+            for old in sorted(set(updates) - updates_to_keep(updates, self.keep, best)):
                 self.lease.check()
                 delete_checkpoint(self.folder, old)
         except LostError:
@@ -370,7 +368,7 @@ class Checkpoints(CheckpointStore):
         lists the data, or of its shards.
         """
         super().__init__(lease.directory / "checkpoints", accelerator, model, optimizer, lease)
-        self.ema, self.keep, self.milestone_epochs = ema, config.checkpoint.keep, config.checkpoint.milestone_epochs
+        self.ema, self.keep = ema, config.checkpoint.keep
         if config.schedule.name == "plateau" or _has_own_schedule(config):
             self.schedule = schedule  # others follow from the update's number, even if their settings may change
         self.config, self.samples, self.table = config, samples, table

@@ -385,8 +385,6 @@ class Checkpoint:
     """Save after every N seconds too; 0: never by time."""
     keep: Annotated[int, POSITIVE] = 2
     """Number of newest checkpoints to keep, besides the best one by best-metric."""
-    milestone_epochs: Annotated[int | None, POSITIVE] = None
-    """Never delete the checkpoint of every N-th epoch."""
 
 
 @dataclass(frozen=True)
