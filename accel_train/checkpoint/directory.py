@@ -264,7 +264,7 @@ def not_ours(file: Path, error: Exception) -> UserError:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Verify the files as `verify_files` does; BrokenError, too, if the manifest omits one that exists or must exist."""
+    """Verify the files as `verify_files` does; BrokenError, too, if the manifest omits one that must or does exist."""
     names = verify_files(path)
     for name in FILES:
         if name not in names and (name != "ema.safetensors" or (path / name).exists()):
