@@ -55,7 +55,7 @@ from accel_train.untrusted import (
 T = TypeVar("T")
 MANIFEST = "manifest.json"
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
-ATTEMPTS = 100  # to read what a run may delete meanwhile
+ATTEMPTS = 3  # to read what a run may delete meanwhile
 FILES = ("state.json", "optimizer.pt", "model.safetensors", "ema.safetensors")
 
 
@@ -377,31 +377,16 @@ def _read_requested(path: Path) -> tuple[Path, Snapshot]:
         except BrokenError as error:
             raise UserError(f"--resume {path}: {error}. Give another checkpoint.") from None
 
-    return read_while_trained(path, read)
+    return read_while_trained(read)
 
 
-def read_while_trained(run: Path, read: Callable[[], T]) -> T:
-    """Return `read()`, which reads a checkpoint or weights of `run`, a run that may be training: if it fails, and what
-    the run keeps has changed meanwhile, it is called again. Raises what `read` raises, a UserError or an OSError."""
-    for _ in range(ATTEMPTS):
-        before = _kept(run)
-        try:
+def read_while_trained(read: Callable[[], T]) -> T:
+    """Return `read()`, which chooses and reads a checkpoint or weights of a run that may be training.
+
+    If it fails, it is called again, because the run may have deleted what was chosen. Raises what `read` raises: a
+    UserError or an OSError.
+    """
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(UserError, OSError):
             return read()
-        except (UserError, OSError):
-            if _kept(run) == before:
-                raise
     return read()
-
-
-def _kept(run: Path) -> list[tuple[str, int, int]]:
-    """The final weights and the checkpoints of a run, and what tells each from a later one of the same name."""
-    kept = []
-    checkpoints = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    for path in (
-        run / "model.safetensors",
-        *(checkpoint_path(checkpoints, each) for each in list_updates(checkpoints)),
-    ):
-        with contextlib.suppress(FileNotFoundError):
-            status = path.stat()
-            kept.append((path.name, status.st_ino, status.st_mtime_ns))
-    return kept

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,8 +24,6 @@ from accel_train.errors import UserError, reason_of
 from accel_train.files import sha256
 from accel_train.ownership.owner import read_result
 from accel_train.untrusted import is_count, json_object, read_regular_file, require_regular_file
-
-T = TypeVar("T")
 
 
 def find_best_checkpoint(run: Path) -> Path:
@@ -93,11 +90,10 @@ class RunWeights:
         """Read a safetensors file. Raises UserError if it is missing or broken, and OSError."""
         try:
             require_regular_file(file, follow=True)
-            tensors = load_file(file)
+            return cls(file, load_file(file), sha256(file) if hashed else "")
         except (OSError, ValueError, SafetensorError, RuntimeError, MemoryError) as error:
             # RuntimeError: torch's, if the file is deleted after safetensors has read its header, or too large
             raise UserError(f"The weights in {file} cannot be read: {reason_of(error, 200)}") from None
-        return cls(file, tensors, sha256(file) if hashed else "")
 
     def load_into(self, model: nn.Module) -> None:
         """Load them into a model on any device, on each process independently: one that is not wrapped, or wrapped by
@@ -117,7 +113,7 @@ def weights_of_run(run: Path, checkpoint: Path | None = None) -> dict[str, RunWe
         found = find_weights(run, checkpoint)
         return {name: RunWeights.read(file, hashed=True) for name, file in found.items()}
 
-    return _read(run, read)
+    return read_while_trained(read)
 
 
 def one_of_run(run: Path, checkpoint: Path | None = None, name: str | None = None) -> RunWeights:
@@ -131,7 +127,7 @@ def one_of_run(run: Path, checkpoint: Path | None = None, name: str | None = Non
             raise UserError(f"--weights {chosen}: {run} has no EMA; use --weights model.")
         return RunWeights.read(files[chosen])
 
-    return _read(run, read)
+    return read_while_trained(read)
 
 
 def digest_of_run(run: Path, checkpoint: Path | None = None) -> str:
@@ -143,15 +139,8 @@ def digest_of_run(run: Path, checkpoint: Path | None = None) -> str:
             require_regular_file(file, follow=True)
             with safe_open(file, framework="pt"):  # compares the size with the header: hashing 100 GB of zeros is slow
                 pass
-        except SafetensorError as error:
-            raise UserError(f"The weights in {file} cannot be read: {error}") from None
-        return sha256(file)
+            return sha256(file)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"The weights in {file} cannot be read: {reason_of(error, 200)}") from None
 
-    return _read(run, read)
-
-
-def _read(run: Path, read: Callable[[], T]) -> T:
-    try:
-        return read_while_trained(run, read)
-    except OSError as error:
-        raise UserError(f"The weights of {run} cannot be read: {error.strerror or error}.") from error
+    return read_while_trained(read)

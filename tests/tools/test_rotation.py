@@ -20,7 +20,7 @@ from accel_train.checkpoint.reading import one_of_run
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 WRITER = """
-import shutil, sys
+import shutil, sys, time
 from itertools import count
 from pathlib import Path
 from accel_train.checkpoint.directory import commit, delete_checkpoint
@@ -38,12 +38,13 @@ for update in count(1):
         delete_checkpoint(folder, update - 1)
     if update == 2:  # the first one is gone
         print("goes on", flush=True)
+    time.sleep(0.1)
 """
 
 
 @pytest.fixture
 def live(digits_run: Path, tmp_path: Path) -> Iterator[Path]:
-    """A run without final weights that has one checkpoint at any time, for some milliseconds."""
+    """A run without final weights that has one checkpoint at any time, for a tenth of a second."""
     run = Path(shutil.copytree(digits_run, tmp_path / "run"))
     original = sorted((run / "checkpoints").iterdir())[-1].rename(tmp_path / "original")
     shutil.rmtree(run / "checkpoints")
