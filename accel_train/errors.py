@@ -6,7 +6,6 @@ nobody reads it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import difflib
 import logging
@@ -15,7 +14,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TextIO
 
@@ -186,27 +184,8 @@ def print_line(text: str, stream: TextIO | None = None, *, wraps: bool = True) -
     stream, line = stream or sys.stdout, one_line(text)
     try:
         print(wrapped(line, columns(stream)) if wraps else line, file=stream, flush=True)
-    except BrokenPipeError:
-        _redirect_to_devnull(stream)
-    except OSError:  # a disk may have space again for the next line
-        _flush_quietly_at_exit(stream)
-
-
-@cache
-def _flush_quietly_at_exit(stream: TextIO) -> None:
-    """Flush `stream` at exit before the interpreter does: its own flush would fail with exit code 120."""
-
-    def flush_or_discard() -> None:
-        try:
-            stream.flush()
-        except OSError:
-            _redirect_to_devnull(stream)
-
-    atexit.register(flush_or_discard)
-
-
-def _redirect_to_devnull(stream: TextIO) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else the interpreter fails when it flushes at exit
 
 
 class _Lines(logging.Handler):
