@@ -42,7 +42,6 @@ from accel_train.errors import UserError, reason_of
 from accel_train.files import fsync, open_to_write, set_default_permissions, sha256
 from accel_train.ownership.owner import is_late
 from accel_train.untrusted import (
-    NotRegularFileError,
     is_count,
     is_file_name,
     json_object,
@@ -294,15 +293,6 @@ def versions(packages: Iterable[str] = PACKAGES, missing: str = "unknown") -> di
         except PackageNotFoundError:
             by_name[name] = missing
     return by_name
-
-
-def epochs_done(checkpoint: Path) -> int | None:
-    """The number of epochs completed in a checkpoint; None if it is in the middle of an epoch, or broken."""
-    try:
-        train = parse_json(read_regular_file(checkpoint / "state.json"))["train"]
-        return None if train["epoch_samples"] else int(train["epoch"])
-    except (FileNotFoundError, NotRegularFileError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
-        return None
 
 
 def find_newest_checkpoint(

@@ -87,7 +87,7 @@ class RunWeights:
 
     @classmethod
     def read(cls, file: Path, *, hashed: bool = False) -> RunWeights:
-        """Read a safetensors file. Raises UserError if it is missing or broken, and OSError."""
+        """Read a safetensors file. Raises UserError if it is missing or broken."""
         try:
             require_regular_file(file, follow=True)
             return cls(file, load_file(file), sha256(file) if hashed else "")

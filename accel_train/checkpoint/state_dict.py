@@ -175,7 +175,8 @@ def _checked_state(name: str, values: Any, parameter: Tensor, *, fused: bool) ->
     """The saved `values` of a parameter. Raises MismatchError, for a `fused` kernel also for other shapes."""
 
     def plain(tensor: Tensor) -> Tensor:
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        ordinary = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if not (ordinary and tensor.device.type == "cpu" and not tensor.is_quantized):
             raise MismatchError(f"the state of {name} has a tensor that is not an ordinary one")
         return tensor.detach()
 

@@ -8,7 +8,6 @@ run: `Checkpoints` for the trainer, a loop of one's own has its own.
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import shutil
 import threading
 import time
@@ -31,7 +30,6 @@ from accel_train.checkpoint.directory import (
     choose_checkpoint,
     commit,
     delete_checkpoint,
-    epochs_done,
     list_updates,
     not_ours,
     updates_to_keep,
@@ -453,13 +451,10 @@ def _obstacle_at(
         changed.append(f"{saved_samples} -> {samples} training samples")
     if not (position.epoch_samples and changed):
         return ""
-    checkpoints = [checkpoint_path(path.parent, update) for update in list_updates(path.parent)]
-    epoch_ends = [checkpoint for checkpoint in checkpoints if epochs_done(checkpoint)]
-    instead = f": --resume {shlex.quote(str(epoch_ends[-1]))}" if epoch_ends else ", if there is one"
     return (
         f"{path} is in the middle of epoch {position.epoch + 1}, which has to be completed with the samples with "
         f"which it began ({'; '.join(changed)}). Give the old settings until the epoch is complete, or start with "
-        f"another --output-dir from a checkpoint at the end of an epoch{instead}."
+        "another --output-dir and --resume from a checkpoint at the end of an epoch."
     )
 
 

@@ -200,7 +200,7 @@ MIDDLE = {"epoch": 2, "epoch_samples": 20, "epoch_count": 20}
 @pytest.mark.parametrize(
     ("state", "config", "samples", "message"),
     [
-        (MIDDLE, Config(epochs=3, seed=1), 64, "in the middle of epoch 3.*seed: 0 -> 1.*--resume .*update-00000001"),
+        (MIDDLE, Config(epochs=3, seed=1), 64, "in the middle of epoch 3.*seed: 0 -> 1.*--resume from a checkpoint"),
         (MIDDLE, Config(epochs=3, data=Data(train_limit=9)), 9, "train-limit: None -> 9; 64 -> 9 training samples"),
         (MIDDLE, Config(epochs=3, data=Data(sampler="balanced")), 64, "data.sampler: shuffle -> balanced"),
         (MIDDLE, Config(epochs=3), 63, "data: 64 -> 63 training samples"),
