@@ -22,9 +22,11 @@ import psutil
 
 from accel_train.errors import UserError, how_to_get, print_line
 from accel_train.launch.process import (
+    ancestors,
     available_cores,
     has_terminal,
     is_launcher,
+    is_slurm_task,
     only_launcher_set,
     parent_process,
     start_time,
@@ -157,10 +159,15 @@ def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
     """Whether srun started this process as a task, rather than a shell or script of sbatch, salloc or `srun --pty`.
 
-    A batch script has no step number, unless it was sent from a step, and an interactive step has one near 2^32.
+    If the processes above this one do not tell (they may be hidden, or outside of a container), the variables are
+    believed: a batch script has no step number, unless it was sent from a step, and an interactive step has one near
+    2^32.
     """
     step = env.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < 2**31 and not ("SLURM_PTY_PORT" in env and has_terminal())
+    if not step.isdigit() or ("SLURM_PTY_PORT" in env and has_terminal()):
+        return False
+    is_task = is_slurm_task(ancestors())
+    return int(step) < 2**31 if is_task is None else is_task
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:

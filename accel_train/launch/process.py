@@ -11,6 +11,7 @@ import functools
 import multiprocessing
 import os
 import platform
+import re
 import signal
 import socket
 import sys
@@ -179,6 +180,32 @@ def parent_process() -> tuple[psutil.Process, list[str]]:
     """The process that started this one, and the words of its command line. Raises psutil.Error."""
     parent = psutil.Process(os.getppid())
     return parent, parent.cmdline()
+
+
+def ancestors() -> list[str]:
+    """The names by which the processes above this one were called, the nearest first, as far as this user may see
+    them."""
+    found: list[str] = []
+    number = os.getppid()
+    with contextlib.suppress(OSError, ValueError):  # hidden from this user, or not Linux
+        while number > 0:
+            found.append(Path(f"/proc/{number}/cmdline").read_text(errors="replace").partition("\0")[0])
+            number = int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1])  # proc_pid_stat(5)
+    return found
+
+
+def is_slurm_task(above: Iterable[str]) -> bool | None:
+    """Whether srun made the step of this process, perhaps through scripts and launchers; None if its ancestors do not
+    show it.
+
+    Variables cannot tell: what `srun` and `sbatch` start inherits those of the step in which they were called. But the
+    process that starts a step, slurmstepd, has the step's name as its command line: "slurmstepd: [4711.batch]", or
+    `interactive` or `extern`, or a number if srun made the step.
+    """
+    for name in above:
+        if step := re.match(r"slurmstepd: \[[^]]*?\.(\w+)", name):
+            return step[1].isdigit()
+    return None
 
 
 def has_terminal() -> bool:

@@ -20,6 +20,7 @@ from accel_train.launch.environment import (
     _detect,
     _rendezvous_address,
     _threads,
+    allocated_hosts,
 )
 
 # What the launchers set: seen on Slurm 22.05 and Open MPI 4.1, documented by Intel MPI and MPICH.
@@ -74,22 +75,30 @@ def test_what_launchers_set_is_understood(env: dict[str, str], expected: Launch)
     _check_promise(found, env)
 
 
+STEPD = "slurmstepd: [4711.{}]"
 TASK = Launch("srun", 3, 4, 1, 2)
 PTY = STEP | {"SLURM_PTY_PORT": "40123"}
 
 
 @pytest.mark.parametrize(
-    ("typed", "env", "expected"),
+    ("above", "typed", "env", "expected"),
     [
-        (False, PTY, TASK),  # srun in a shell of srun --pty
-        (True, PTY, Launch()),
-        (True, STEP, TASK),
+        (["bash", STEPD.format(0)], False, PTY, TASK),  # srun in a shell of srun --pty
+        ([STEPD.format("12+1")], False, PTY, TASK),
+        (["/bin/bash", STEPD.format(0)], True, PTY, Launch()),
+        (["-bash"], True, PTY, Launch()),  # slurmstepd is hidden
+        ([], False, PTY, TASK),  # all are hidden
+        ([""], True, STEP, TASK),  # a container
+        (["bash", STEPD.format("batch")], False, STEP, Launch()),
+        ([STEPD.format("interactive")], False, STEP, Launch()),
+        ([STEPD.format("extern")], False, STEP, Launch()),
     ],
 )
-def test_a_shell_in_a_job_is_no_task_but_what_srun_starts_there_is(
-    typed: bool, env: dict[str, str], expected: Launch, monkeypatch: pytest.MonkeyPatch
+def test_the_process_that_started_a_step_says_what_it_is(
+    above: list[str], typed: bool, env: dict[str, str], expected: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("accel_train.launch.environment.has_terminal", lambda: typed)
+    monkeypatch.setattr("accel_train.launch.environment.ancestors", lambda: above)
     assert _detect(env) == expected
 
 
@@ -116,6 +125,11 @@ def test_rank_0_is_on_the_first_node_and_each_job_has_its_port(monkeypatch: pyte
     assert _rendezvous_address(launch, STEP) == ("n003", 24711)
     assert _rendezvous_address(launch, STEP | {"SLURM_RESTART_COUNT": "1"}) == ("n003", 25720)  # started again
     assert _rendezvous_address(launch, STEP | {"SLURM_STEP_ID": "1"}) == ("n003", 26714)  # beside step 0
+    sent = {"SLURM_STEP_NODELIST": "other", "SLURM_STEP_ID": "0"}  # inherited by a batch script that a step has sent
+    monkeypatch.setattr("accel_train.launch.environment.ancestors", lambda: ["slurmstepd: [4712.batch]"])
+    assert allocated_hosts(STEP | sent) == ["n003"]
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", "")
     for nodes, first in {"a": "a", "a1,b[2-3]": "a1", "r[1-2]n[07,09],x": "r1n07"}.items():
         assert _rendezvous_address(launch, STEP | {"SLURM_STEP_NODELIST": nodes})[0] == first
     assert _rendezvous_address(Launch("srun", 1, 2, 1, 2), STEP)[0] == "127.0.0.1"
