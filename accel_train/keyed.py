@@ -97,26 +97,6 @@ def permuted(positions: Tensor, size: int, word: int) -> Tensor:
     return numbers.view(positions.shape)
 
 
-def permuted_in_groups(positions: Tensor, groups: Tensor, sizes: Tensor, words: Tensor) -> Tensor:
-    """The elements at `positions` of many permutations at once, as `permuted` but with other keys.
-
-    `positions` and `groups` are int64 [n]: element `positions[i]` of permutation `groups[i]`. `sizes` (at most 2^50)
-    and `words` are int64 [g]: permutation j is one of 0..sizes[j]-1 with key words[j]. Returns int64 [n].
-    """
-    a = sizes.double().sqrt().ceil().long()  # exact up to 2^50
-    b = (sizes + a - 1) // a
-    numbers = positions.clone()
-    for small in (False, True):
-        keys = [scramble(words + signed((number + 1) * GOLDEN)) for number in range(_rounds(1 if small else SMALL))]
-        left = ((sizes < SMALL) == small)[groups].nonzero()[:, 0]
-        while len(left):
-            group = groups[left]
-            walked = _feistel(numbers[left], a[group], b[group], [each[group] for each in keys])
-            numbers[left] = walked
-            left = left[walked >= sizes[group]]
-    return numbers
-
-
 SMALL = 256  # numbers: smaller permutations need more rounds
 
 
@@ -127,10 +107,9 @@ def _rounds(size: int) -> int:
     return 8 if size >= SMALL else 24
 
 
-def _feistel(numbers: Tensor, a: int | Tensor, b: int | Tensor, keys: Sequence[int | Tensor]) -> Tensor:
-    """A bijection of 0..a*b-1. Each round adds to one coordinate, modulo its side, a hash of the other.
-
-    `numbers`: int64 [n]; `a`, `b` and the key of each round are the same for all of them, or int64 [n]."""
+def _feistel(numbers: Tensor, a: int, b: int, keys: Sequence[int]) -> Tensor:
+    """A bijection of 0..a*b-1, of `numbers` int64 [n]. Each round adds to one coordinate, modulo its side, a hash of
+    the other."""
     left, right = numbers % a, numbers // a
     for even, odd in zip(keys[::2], keys[1::2], strict=True):
         left = (left + shift(hashed(even, right), 2)) % a

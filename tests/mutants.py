@@ -204,7 +204,7 @@ MUTANTS = [
            "data/order/test_order.py", "an empty slot has weight 0"),
     Mutant(SAMPLERS, "key(self.seed, self.epoch, \"order\")", "key(self.seed, \"order\")",
            "data/order/test_order.py", "each epoch has an order of its own"),
-    Mutant(SAMPLERS, "weights[skipped], ids[skipped] = 0.0, self._substitutes(ids[skipped])", "ids[skipped] = self._substitutes(ids[skipped])",
+    Mutant(SAMPLERS, "weights[skipped], ids[skipped] = 0.0, self.substitute", "ids[skipped] = self.substitute",
            "data/order/test_order.py", "an unreadable sample becomes padding"),
     Mutant("data/order/samplers.py", "key(self.seed, epoch, \"shards\")", "key(self.seed, \"shards\")",
            "data/order/test_shards.py", "each epoch has an order of shards of its own"),

@@ -63,7 +63,6 @@ EXAMPLES: dict[str, str] = {
     "data.repeats": "3",
     "data.order": "--data.name wds --data.root shards --data.order shards",
     "data.open-shards": "--data.name wds --data.root shards --data.order shards --data.open-shards 32",
-    "data.canonical-nodes": "--data.name wds --data.root shards --data.order shards --data.canonical-nodes 4",
     "augment.flip": "0.5",
     "augment.vertical-flip": "0.5",
     "augment.randaugment-ops": "--augment.policy randaugment --augment.randaugment-ops 3",

@@ -444,8 +444,7 @@ def _obstacle_at(
     allowed; "" if it can."""
     if too_short := _too_short(position, path, config, samples):
         return too_short
-    by_batch = ("batch-size",) if config.data.order == "shards" else ()  # canonical nodes divide the batch
-    changed = [f"{key}: {changes[key]}" for key in (*SAMPLE_KEYS, *by_batch, "data") if key in changes]
+    changed = [f"{key}: {changes[key]}" for key in (*SAMPLE_KEYS, "data") if key in changes]
     saved_samples = snapshot.state.get("samples", samples)
     if saved_samples != samples and "data" not in changes:
         changed.append(f"{saved_samples} -> {samples} training samples")

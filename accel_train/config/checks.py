@@ -49,6 +49,8 @@ def contradictions(config: Config) -> dict[str, str]:
         mistakes["augment.crop-fraction"] = "none with augment.resize: both say how evaluation images are resized"
     if config.optim.head_lr is not None and not config.optim.lr:
         mistakes["optim.head-lr"] = "none with optim.lr=0, to which it would be in proportion (model.freeze-body?)"
+    if config.data.sampler == "balanced" and config.data.order == "shards":
+        mistakes["data.sampler"] = "shuffle with data.order=shards, or give loss.class-weights=balanced"
     if config.data.sampler == "balanced" and config.loss.class_weights == "balanced":
         mistakes["loss.class-weights"] = "none with data.sampler=balanced: both together correct the imbalance twice"
     if config.loss.name != "binary_cross_entropy":

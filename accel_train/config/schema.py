@@ -102,11 +102,8 @@ class Data:
     order: Annotated[Literal["full", "shards"], DECIDES_SAMPLES] = "full"
     """full: random over the whole set; shards (for tar and wds): open a few shards at a time and shuffle among
     these, for data on a network file system or in an object store (docs/large_data.md)."""
-    open_shards: Annotated[int, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES] = 16
-    """data.order=shards: how many shards each group of data.canonical-nodes mixes at a time."""
-    canonical_nodes: Annotated[int | None, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES] = None
-    """data.order=shards: into how many groups a batch is divided; each group reads shards of its own. It divides the
-    batch size, and is best a multiple of the number of processes. Default: 8, or else 4, 2 or 1."""
+    open_shards: Annotated[int, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES] = 128
+    """data.order=shards: how many shards are mixed at a time."""
     repeats: Annotated[int, COUNT, DECIDES_SAMPLES] = 1
     """Repeated augmentation: each sample is N times in its batch, each time augmented differently. The epoch is as long
     as before, so it uses 1/N of the samples."""

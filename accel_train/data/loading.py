@@ -22,10 +22,9 @@ from accel_train.data.order.samplers import (
     EvaluationSampler,
     IndexSampler,
     ShardOrder,
-    ShardSampler,
-    ShardTable,
     TrainingSampler,
     create_draws,
+    shard_bounds,
 )
 from accel_train.data.sources.load import IN_MEMORY, resolve_mean_std
 from accel_train.data.sources.splits import Source, Splits, has_one_size, unwrap_subset
@@ -132,17 +131,16 @@ def evaluation_batch_size(config: Config, samples: int, largest: int = EVALUATIO
 
 def create_sampler(config: Config, splits: Splits, plan: Plan) -> TrainingSampler:
     """The order of the training samples. Raises UserError if the data does not have what it needs."""
-    draws, repeats = create_draws(config, splits.train.labels), config.data.repeats
-    if config.data.order == "full":
-        samples = len(splits.train)
-        return TrainingSampler(plan, config.seed, splits.unreadable, draws, repeats=repeats, samples=samples)
-    table, open_shards = shard_table(config.data, splits.train), config.data.open_shards
-    order = ShardOrder(table, plan, seed=config.seed, open_shards=open_shards, repeats=repeats, draws=draws)
-    return ShardSampler(plan, order, splits.unreadable)
+    draws, repeats, samples = create_draws(config, splits.train.labels), config.data.repeats, len(splits.train)
+    shards = None
+    if config.data.order == "shards":
+        bounds = shards_of(config.data, splits.train)
+        shards = ShardOrder(bounds, seed=config.seed, open_shards=config.data.open_shards)
+    return TrainingSampler(plan, config.seed, splits.unreadable, draws, repeats=repeats, samples=samples, shards=shards)
 
 
-def shard_table(data: Data, source: Source) -> ShardTable:
-    """Which samples of `source` are in which shard. Raises UserError if the data has no shards.
+def shards_of(data: Data, source: Source) -> Tensor:
+    """Which samples of `source` are in which shard: see `shard_bounds`. Raises UserError if the data has no shards.
 
     A source has some if it has `shard_numbers`: int64 [n], the number of the shard of each sample.
     """
@@ -153,7 +151,7 @@ def shard_table(data: Data, source: Source) -> ShardTable:
             f"--data.order shards: the images of '{short_name('data.name', data.name)}' are not in shards; write them "
             "with `accel-train shards` and give --data.name wds (docs/large_data.md), or use --data.order full."
         )
-    return ShardTable.of(numbers if ids is None else numbers[ids])
+    return shard_bounds(numbers if ids is None else numbers[ids])
 
 
 def create_input_pipeline(

@@ -66,7 +66,7 @@ def describe(
         "unused": splits.ignored,
         "classes": class_counts(splits),
         "drawn": _drawn(config, plan),
-        "order": _ordered(config, plan, splits),
+        "order": _ordered(config, splits),
         "input": str(placement),
         "model": f"{model_name} for {size}x{size} pixels, {parameters:,} parameters",
         "weights": loaded,
@@ -89,18 +89,14 @@ def _drawn(config: Config, plan: Plan) -> str:
     return f"{plan.samples_per_epoch:,} an epoch, each class equally often: {how_often}"
 
 
-def _ordered(config: Config, plan: Plan, splits: Splits) -> str:
+def _ordered(config: Config, splits: Splits) -> str:
     """Return how an epoch's samples are ordered if not at random over the whole set; "" if they are."""
     if config.data.order == "full":
         return ""
-    from accel_train.data.loading import shard_table
+    from accel_train.data.loading import shards_of
 
-    shards, nodes = len(shard_table(config.data, splits.train)), plan.canonical_nodes
-    few = f"; more shards would mix better: at least {nodes}, or smaller --data.canonical-nodes" * (
-        shards < (nodes or 0)
-    )
-    nodes_text = f"{counted(nodes or 1, 'canonical node')}, each with at most {config.data.open_shards} open{few}"
-    return f"{shards:,} shard{'s' * (shards != 1)}; {nodes_text}"
+    shards = len(shards_of(config.data, splits.train)) - 1
+    return f"{shards:,} shard{'s' * (shards != 1)}, at most {config.data.open_shards} open"
 
 
 def class_counts(splits: Splits) -> str:

@@ -18,7 +18,7 @@ WORDS = """
 digits --epochs 2 --model.name mnist_cnn --model.image-size 28 --model.dropout 0.2 --batch-size 48
 --virtual-batch-size 12 --bitwise true --augment.crop random --augment.pad 1 --log-every-updates 1 --data.workers 0
 --data.name wds --data.channels 1 --data.val-fraction 0.1 --checkpoint.every-updates 2 --checkpoint.keep 50
---data.order shards --data.open-shards 3 --data.canonical-nodes 4
+--data.order shards --data.open-shards 3
 """.split()  # noqa: SIM905
 
 
@@ -49,16 +49,13 @@ def test_the_same_bits_on_any_number_of_processes_also_after_a_kill(tmp_path: Pa
         done = helpers.run(*words, "--output-dir", run, processes=processes, launcher=processes > 1, timeout=200)
         assert done.returncode == 0, done.stderr
         models.append((run / "model.safetensors").read_bytes())
-        assert "order   24 shards; 4 canonical nodes, each with at most 3 open\n" in done.stdout
+        assert "order   24 shards, at most 3 open\n" in done.stdout
     assert models[0] == models[1] == models[2]
 
     run = tmp_path / "killed"
     with helpers.started(run, *words, processes=2) as started:
         started.until(lambda: (run / "checkpoints/update-00000006").exists())
     helpers.go_back_to(8, run)  # of the 12 of the first epoch: so that it is always in its middle
-    batch = helpers.run(*words, "--batch-size", 96, "--allow-change", "batch-size", "--output-dir", run)
-    assert batch.returncode == 2 and "epoch 1, which has to be completed with the samples" in batch.stderr
-    assert "(batch-size: 48 -> 96)" in batch.stderr and len(batch.stderr.splitlines()) == 1
     resumed = helpers.run(*words, "--output-dir", run, processes=3)
     assert resumed.returncode == 0, resumed.stderr
     assert re.search("continuing after update [2-8], in epoch 1.*, on 3 processes", resumed.stdout)
@@ -70,8 +67,8 @@ def test_the_same_bits_on_any_number_of_processes_also_after_a_kill(tmp_path: Pa
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
     root = write_shards(tmp_path / "shards", 100, 25)
     words = (*WORDS, "--data.root", root, "--output-dir", tmp_path / "run")
-    nodes = helpers.run(*words, "--data.canonical-nodes", 5)
-    assert nodes.returncode == 2 and "choose a divisor of it, such as 4 or 6." in nodes.stderr
+    drawn = helpers.run(*words, "--data.sampler", "balanced")
+    assert drawn.returncode == 2 and "shuffle with data.order=shards, or give loss.class-weights" in drawn.stderr
     none = helpers.run("digits", "--data.order", "shards", "--output-dir", tmp_path / "run", processes=2)
     assert none.returncode == 2 and none.stderr.count("the images of 'digits' are not in shards; write them") == 1
 
@@ -82,4 +79,4 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
     helpers.unfinish(tmp_path / "run")
     other = helpers.run(*words, "--stop.updates", 2, "--allow-change", "stop.updates")
     assert other.returncode == 2 and "data: the shards have changed" in other.stderr
-    assert all(len(each.stderr.splitlines()) == 1 for each in (nodes, none, other))
+    assert all(len(each.stderr.splitlines()) == 1 for each in (drawn, none, other))

@@ -9,9 +9,6 @@ have one contiguous slice per process (Accelerate's `split_batches`). Where a pr
 its last slots are empty: a whole unit of weight 0. Positions after the last sample are padding of weight 0, too: so
 all processes take the same number of steps, and shapes never change. A sample that is skipped because it cannot be read
 also becomes padding, in its own place.
-
-Global micro-batches take the places of an update one after the other. With --data.order shards (samplers.py) processes
-do, so that each one has a contiguous part of the update, and so the samples of few shards.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from accel_train.errors import UserError
 
 WASTE = 0.25  # of the slots: if more are empty, the user is told
 NO_END = 2**62  # updates of a run that somebody else ends
-NODES = 8  # canonical nodes by default: as many as a machine often has GPUs
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,6 @@ class Plan:
     drop_last: bool = False
     virtual_batch: int = 1  # samples that are always computed together: a unit
     updates: int = NO_END  # of the whole run
-    canonical_nodes: int | None = None  # with --data.order shards: parts of an update's places, each of its own shards
 
     def __post_init__(self) -> None:
         if self.samples < self.batch_size:
@@ -75,14 +70,7 @@ class Plan:
         dealt = torch.tensor([self.units_of(process) for process in range(self.processes)])
         filled = own < dealt.view(1, -1, 1)
         number = filled.flatten().cumsum(0).view(filled.shape) - 1
-        if self.canonical_nodes is not None:
-            number = own + (dealt.cumsum(0) - dealt).view(1, -1, 1)
         return torch.where(filled[..., None], number[..., None] * unit + torch.arange(unit), -1).flatten()
-
-    def places_of(self, process: int) -> range:
-        """The places in an update of `process`, one after the other, if it has `canonical_nodes`."""
-        first, last = (sum(map(self.units_of, range(end))) for end in (process, process + 1))
-        return range(first * self.virtual_batch, last * self.virtual_batch)
 
     def units_of(self, process: int) -> int:
         """Units of an update that `process` computes."""
@@ -192,22 +180,7 @@ def create_plan(config: Config, samples: int, processes: int, accumulation: int,
     # A fraction of an epoch has the nearest number of updates, a run at least one.
     updates = max(1, round(config.epochs * plan.updates_per_epoch))
     updates = min(updates, config.stop.updates or updates)
-    return replace(plan, canonical_nodes=canonical_nodes(config), updates=updates)
-
-
-def canonical_nodes(config: Config) -> int | None:
-    """The number of canonical nodes, which the recipe alone decides; None if its order has none. Raises UserError."""
-    if config.data.order == "full":
-        return None
-    batch_size = config.batch_size
-    nodes = config.data.canonical_nodes or math.gcd(NODES, batch_size)
-    if batch_size % nodes:
-        near = sorted(sorted(divisors(batch_size), key=lambda n: abs(n - nodes))[:2])
-        raise UserError(
-            f"--data.canonical-nodes: found {nodes}, but each canonical node has an equal part of the {batch_size} "
-            f"samples of --batch-size; choose a divisor of it, such as {' or '.join(map(str, near))}."
-        )
-    return nodes
+    return replace(plan, updates=updates)
 
 
 def virtual_batch_size(batch_size: int, *, batchnorm: bool, pairs: bool) -> int:
@@ -274,7 +247,6 @@ def divide_batch(config: Config, processes: int, *, batchnorm: bool, apart: bool
     batches (mix_mode batch does), they are single samples, or the pairs that are mixed. Raises UserError if the batch
     cannot be divided.
     """
-    canonical_nodes(config)  # may raise
     mixes = config.augment.mixes
     unit, why = (2, "in pairs, as mixup and cutmix need") if mixes else (1, "")
     size = config.virtual_batch_size

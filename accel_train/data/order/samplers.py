@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 
 from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
-from accel_train.keyed import hashed, key, permuted, permuted_in_groups, shift
+from accel_train.keyed import hashed, key, permuted, shift
 from accel_train.task import task_of
 
 BLOCK = 1 << 15  # positions of one call: large enough to hide the overhead, small enough for memory
@@ -90,17 +90,18 @@ class TrainingSampler(IndexSampler):
         *,
         repeats: int = 1,
         samples: int | None = None,
+        shards: ShardOrder | None = None,
     ) -> None:
         """`unreadable`: bool [samples], the samples to skip. All others keep their places, also if samples are drawn.
         `draws`: which samples an epoch has; None: each sample once. `repeats`: how often each is in its update.
-        `samples`: of the data; None: as many as an epoch has places (`epoch_length`)."""
+        `samples`: of the data; None: as many as an epoch has places (`epoch_length`). `shards`: the order, if it is
+        not at random over all samples."""
         self.plan = plan
         self.seed = seed
         self.repeats, self.samples = repeats, plan.samples if samples is None else samples
-        self.draws = draws
+        self.draws, self.shards = draws, shards
         self.unreadable = unreadable
         self.substitute = 0 if unreadable is None else int((~unreadable).nonzero()[0])  # a sample that can be read
-        self.span = plan.batch_size  # places in which the copies of a sample are kept apart
         self.batch_size = plan.slots // plan.accumulation
         self.virtual_batch = plan.virtual_batch
         self.places = plan.places()
@@ -126,14 +127,16 @@ class TrainingSampler(IndexSampler):
         """The samples at `positions` (int64 [n]) of the epoch. This alone decides the order."""
         if self.repeats > 1:
             positions = positions // self.repeats
+        if self.shards is not None:
+            return self.shards.look_up(self.epoch, positions)
         places = permuted(positions, self.samples, key(self.seed, self.epoch, "order"))
         return places if self.draws is None else self.draws.of_epoch(self.epoch)[places]
 
     def _apart(self, starts: Tensor, places: Tensor) -> Tensor:
-        """The positions at `places` of the spans that begin at `starts`: a span has first one copy of each of its
+        """The positions at `places` of the updates that begin at `starts`: an update has first one copy of each of its
         samples, then the second copies, … So copies are not neighbours, which might be mixed, nor, where batches are
         large enough, in one virtual batch. (On several processes, RASampler has each copy on another one.)"""
-        lengths = (self.plan.samples - starts).clamp(min=0, max=self.span)  # the last span may be shorter
+        lengths = (self.plan.samples - starts).clamp(min=0, max=self.plan.batch_size)  # the last update may be shorter
         whole, rest = lengths // self.repeats, lengths % self.repeats
         longer = rest * (whole + 1)  # the places of the first copies, of which there is one more
         first = places < longer
@@ -152,23 +155,14 @@ class TrainingSampler(IndexSampler):
             positions = starts + places
             weights = (self.filled[slots % plan.slots] & (positions < plan.samples)).to(torch.float32)
             if self.repeats > 1:
-                first = places.clamp(min=0) // self.span * self.span
-                positions = self._apart(starts + first, places - first)
-            ids = self._ids(self._instead(positions))
+                positions = self._apart(starts, places)
+            # Padding repeats the first samples of the epoch, with weight 0; an empty slot has another sample.
+            ids = self._ids(positions % plan.samples)
             if self.unreadable is not None:
                 skipped = self.unreadable[ids]
-                weights[skipped], ids[skipped] = 0.0, self._substitutes(ids[skipped])
+                weights[skipped], ids[skipped] = 0.0, self.substitute
             repeated = self.draws is not None or self.repeats > 1
             yield IndexBatch(epoch, ids, weights, positions if repeated else None)
-
-    def _instead(self, positions: Tensor) -> Tensor:
-        """These `positions`, or others that have a sample: padding repeats the first samples of the epoch, with weight
-        0; an empty slot has another one."""
-        return positions % self.plan.samples
-
-    def _substitutes(self, ids: Tensor) -> Tensor:
-        """Samples that can be read, for those `ids` that cannot; they have weight 0."""
-        return torch.full_like(ids, self.substitute)
 
 
 class EvaluationSampler(IndexSampler):
@@ -248,167 +242,42 @@ def create_draws(config: Config, labels: Tensor) -> Draws | None:
 
 # An order that needs few shards at a time (--data.order shards): a pure function of (seed, epoch, position).
 #
-# The terms are those of MosaicML Streaming (docs.mosaicml.com/projects/streaming, "Shuffling"). In each epoch the
-# shards are permuted, and their samples, one shard after the other, form a line. Each of C canonical nodes has a
-# contiguous part of the line and a contiguous part of the places of every update. The parts of the line are as long as
-# the node's places need, so a cut may go through a shard, which two nodes read then. A node opens the shards of its
-# part in blocks of at most K, and the samples of a block are permuted.
-#
-#     update      | node 0: w places | node 1: w places | …                  w = batch size / C
-#     line        | shard 7, shard 2, shard 9 | shard 9, shard 4, … | …      the part of node 0, of node 1, …
-#     blocks      | shards 7 and 2, | shard 9 | shards 9 and 4, | …          K = 2
-#
-# C and K are in the recipe, so the order does not depend on the processes. A process computes contiguous places of an
-# update (plan.py), so it reads the shards of the nodes of these places only. If the last update of an epoch is not
-# full, the nodes of its last places have one place less in this epoch: their parts are shorter.
-#
-# Only tables of shards, blocks and nodes are kept, and the order of any samples is computed from these.
+# In each epoch the shards are permuted, and taken in blocks of at most K (--data.open-shards); the samples of a block
+# are permuted. So an update has samples of one block, or of two where one ends. K is in the recipe: the order does not
+# depend on the processes. Only a table of the shards is kept, and the order of any samples is computed from it.
 
 
-@dataclass(frozen=True)
-class ShardTable:
-    """Which samples of a split are in which shard: each shard has some samples, one after the other."""
-
-    prefix: Tensor
-    """int64 [shards + 1]: shard i has the samples prefix[i] … prefix[i + 1] - 1."""
-
-    @classmethod
-    def of(cls, numbers: Tensor) -> ShardTable:
-        """The table of samples that are in the shards `numbers`, int64 [n]. If samples of others are between those of a
-        shard, each part counts as a shard."""
-        first = torch.ones(len(numbers), dtype=torch.bool)
-        first[1:] = numbers[1:] != numbers[:-1]
-        starts = first.nonzero()[:, 0]
-        return cls(torch.cat([starts, torch.tensor([len(numbers)])]))
-
-    def __len__(self) -> int:
-        """The number of shards."""
-        return len(self.prefix) - 1
-
-    def digest(self, table: str = "") -> str:
-        """A SHA-256 that differs if the samples are divided into other shards, or if `table` is another text."""
-        return hashlib.sha256(self.prefix.numpy().tobytes() + table.encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class Line:
-    """The samples of an epoch as a line, shard by shard, and how it is divided."""
-
-    shards: Tensor
-    """int64 [s]: those with samples in this epoch, by their rows in the ShardTable, in their order on the line."""
-    ends: Tensor
-    """int64 [s + 1]: shard i of the line has the places ends[i] … ends[i + 1] - 1 on it."""
-    firsts: Tensor
-    """int64 [s]: the first sample of each shard, in stored order."""
-    blocks: Tensor
-    """int64 [b + 1]: where blocks begin on the line, and its end."""
-    words: Tensor
-    """int64 [b]: the key of each block's permutation."""
-    drawn: Tensor | None
-    """int64 [n]: the samples that are drawn, in stored order, if samples are drawn; these are counted above, then."""
+def shard_bounds(numbers: Tensor) -> Tensor:
+    """int64 [shards + 1] for samples that are in the shards `numbers`, int64 [n]: shard i has the samples
+    bounds[i] … bounds[i + 1] - 1. If samples of others are between those of a shard, each part counts as a shard."""
+    first = torch.ones(len(numbers), dtype=torch.bool)
+    first[1:] = numbers[1:] != numbers[:-1]
+    return torch.cat([first.nonzero()[:, 0], torch.tensor([len(numbers)])])
 
 
 class ShardOrder:
     """The order of the epochs of a run with --data.order shards."""
 
-    def __init__(
-        self,
-        table: ShardTable,
-        plan: Plan,
-        *,
-        seed: int,
-        open_shards: int,
-        repeats: int = 1,
-        draws: Draws | None = None,
-    ) -> None:
-        """`plan`: one with canonical nodes; `repeats`: how often a sample is in its update; `draws`: which samples an
-        epoch has, None: those of the table."""
-        assert plan.canonical_nodes is not None
-        self.table, self.seed, self.draws = table, seed, draws
-        self.batch_size, self.repeats, self.open_shards = plan.batch_size, repeats, open_shards
-        self.width = plan.batch_size // plan.canonical_nodes  # places of a node in an update
-        updates, rest = divmod(plan.samples, plan.batch_size)
-        in_last = (rest - torch.arange(plan.canonical_nodes) * self.width).clamp(0, self.width)
-        samples = -(-(updates * self.width + in_last) // repeats)
-        self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), samples.cumsum(0)])
-        """int64 [canonical_nodes + 1]: where the part of each node begins on the line, and the last one's end."""
-        self._epoch, self._line = -1, Line(*(torch.empty(0, dtype=torch.int64),) * 5, None)
-
-    def __len__(self) -> int:
-        """The number of samples of the split."""
-        return int(self.table.prefix[-1])
-
-    def of_epoch(self, epoch: int) -> Line:
-        if epoch != self._epoch:
-            self._epoch, self._line = epoch, self._lay_out(epoch)
-        return self._line
-
-    def _lay_out(self, epoch: int) -> Line:
-        prefix, drawn = self.table.prefix, None
-        if self.draws is not None:
-            drawn = self.draws.of_epoch(epoch).sort().values
-            prefix = torch.searchsorted(drawn, prefix)
-        shards = permuted(torch.arange(len(prefix) - 1), len(prefix) - 1, key(self.seed, epoch, "shards"))
-        sizes = prefix[shards + 1] - prefix[shards]
-        shards, sizes = shards[sizes > 0], sizes[sizes > 0]
-        ends = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-        lows = torch.searchsorted(ends, self.starts[:-1], right=True) - 1  # the first shard of each node …
-        highs = torch.searchsorted(ends, self.starts[1:])  # … and the one after its last
-        blocks = []
-        for start, low, high in zip(self.starts.tolist(), lows.tolist(), highs.tolist(), strict=False):
-            count = -(-(high - low) // self.open_shards)  # equal blocks: a last one of one shard would mix nothing
-            blocks.append(ends[low + torch.arange(count) * (high - low) // count].clamp(min=start))
-        blocks.append(self.starts[-1:])
-        line = torch.cat(blocks)
-        words = hashed(key(self.seed, epoch, "blocks"), torch.arange(len(line) - 1))
-        return Line(shards, ends, prefix[shards], line, words, drawn)
+    def __init__(self, bounds: Tensor, *, seed: int, open_shards: int) -> None:
+        """`bounds`: of `shard_bounds`; `open_shards`: of one block, at most."""
+        self.bounds, self.seed = bounds, seed
+        shards = len(bounds) - 1
+        blocks = -(-shards // open_shards)  # equal ones: a last one of one shard would mix nothing
+        self.blocks = torch.arange(blocks + 1) * shards // blocks
+        """int64 [blocks + 1]: which of the permuted shards each block has."""
 
     def look_up(self, epoch: int, positions: Tensor) -> Tensor:
         """The samples at `positions` (int64 [n]) of the epoch, int64 [n]."""
-        line = self.of_epoch(epoch)
-        updates, places = positions // self.batch_size, positions % self.batch_size
-        nodes, places = places // self.width, updates * self.width + places % self.width  # of the node's part
-        places = self.starts[nodes] + places // self.repeats
-        blocks = torch.searchsorted(line.blocks, places, right=True) - 1
-        starts, sizes = line.blocks[blocks], line.blocks.diff()
-        places = starts + permuted_in_groups(places - starts, blocks, sizes, line.words)
-        shards = torch.searchsorted(line.ends, places, right=True) - 1
-        samples = line.firsts[shards] + places - line.ends[shards]
-        return samples if line.drawn is None else line.drawn[samples]
-
-    def substitutes(self, ids: Tensor, readable: Tensor) -> Tensor:
-        """A sample that can be read in place of each of `ids` (int64 [n]), of the same shard if there is one.
-
-        `readable`: all samples that can be read, in increasing order, int64 [m]; at least one.
-        """
-        after = torch.searchsorted(readable, ids).clamp(max=len(readable) - 1)
-        before, after = readable[(after - 1).clamp(min=0)], readable[after]
-        shards, of_after = (torch.searchsorted(self.table.prefix, each, right=True) for each in (ids, after))
-        return torch.where(shards == of_after, after, before)
-
-
-class ShardSampler(TrainingSampler):
-    """A TrainingSampler in the order of a ShardOrder.
-
-    What has weight 0 and is loaded all the same is a sample of the shards that the process has open: else each
-    process would fetch the shards of the first samples once more for an epoch's last update.
-    """
-
-    def __init__(self, plan: Plan, order: ShardOrder, unreadable: Tensor | None = None) -> None:
-        """`unreadable`: bool [samples], the samples to skip. All others keep their places."""
-        super().__init__(plan, order.seed, unreadable, repeats=order.repeats, samples=len(order))
-        self.order, self.draws, self.span = order, order.draws, order.width
-        self.readable = torch.empty(0) if unreadable is None else (~unreadable).nonzero()[:, 0]
-        owner = torch.arange(plan.slots) // plan.micro_batch % plan.processes
-        first = torch.tensor([plan.places_of(each).start for each in range(plan.processes)])
-        self.places = torch.where(self.filled, self.places, first[owner])
-
-    def _ids(self, positions: Tensor) -> Tensor:
-        return self.order.look_up(self.epoch, positions)
-
-    def _instead(self, positions: Tensor) -> Tensor:
-        """Padding has the sample of its place in the update before."""
-        return torch.where(positions < self.plan.samples, positions, positions - self.plan.batch_size)
-
-    def _substitutes(self, ids: Tensor) -> Tensor:
-        return self.order.substitutes(ids, self.readable)
+        count = len(self.bounds) - 1
+        shards = permuted(torch.arange(count), count, key(self.seed, epoch, "shards"))
+        sizes = self.bounds.diff()[shards]
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])  # of the shards, one after the other
+        places = positions.clone()
+        blocks = torch.searchsorted(starts[self.blocks], positions, right=True) - 1
+        for block in sorted({*blocks.tolist()}):
+            start, end = starts[self.blocks[block : block + 2]].tolist()
+            inside = blocks == block
+            word = key(self.seed, epoch, "block", block)
+            places[inside] = start + permuted(positions[inside] - start, end - start, word)
+        found = torch.searchsorted(starts, places, right=True) - 1
+        return self.bounds[shards[found]] + places - starts[found]
