@@ -141,6 +141,11 @@ class CheckpointStore(ABC):
         """Raise UserError if no checkpoint can be written here. Before training, on the main process."""
         try:
             check_can_commit(self.folder)
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(
+                f"{self.folder} is not a folder, so no checkpoint can be written. "
+                "Remove it, or give another --output-dir."
+            ) from None
         except OSError as error:
             raise UserError(
                 f"No checkpoint can be written in {self.folder} ({error.strerror}){self._free_space()}. "

@@ -229,7 +229,7 @@ def test_a_position_is_one_that_a_run_can_have_or_refused(changes: dict[str, Any
         (lambda run: edit(run / "model.json", lambda m: m.update(native_size="8")), "native_size is 8"),
         (lambda run: replaced(run / "model.json", os.mkfifo), "cannot be read (a pipe, not a regular file)"),
         (lambda run: (run / "config.yaml").write_text("about: {recipe: ../../etc}"), "name is '../../etc'"),
-        (lambda run: (run / "config.yaml").write_text("base: /dev/zero"), "/dev/zero: not a regular file"),
+        (lambda run: (run / "config.yaml").write_text("base: /dev/zero"), "/dev/zero: cannot be read: a device"),
         (lambda run: replaced(run / "config.yaml", os.mkfifo), "has no config.yaml"),
         (
             lambda run: edit_weights(run / "model.safetensors", lambda w: w.update({k: w[k].long() for k in w})),

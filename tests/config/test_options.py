@@ -232,7 +232,7 @@ def test_only_options_of_the_command_are_proposed() -> None:
             parse_command(Predict, ["run", "x.png", word, "1"])
         return str(caught.value)
 
-    assert "Did you mean 'batch-size'?" in told_by_predict("--bs")
+    assert "Did you mean 'output'?" in told_by_predict("--outptu")
     assert "optim.lr" not in told_by_predict("--learning-rate")
     assert "accelerate launch" not in told_by_predict("--gpus")
 
