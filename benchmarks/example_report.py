@@ -15,6 +15,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "example_report.html"
 RUN = "runs/digits"  # relative, so that the page names no folder of this machine
 COMMANDS = (
     f"train digits --epochs 12 --data.val-fraction 0.1 --output-dir {RUN}",
+    f"evaluate {RUN}",
     f"report {RUN}",
 )
 

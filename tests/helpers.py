@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from fork_server import POLL_SECONDS, Forked, server
@@ -374,3 +375,14 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", "-l", place], check=True)
+
+
+def read_predictions(path: Path) -> Any:
+    """What `accel-train evaluate --predictions` has written, as `evaluate_run.Predictions` has it."""
+    import numpy as np
+
+    with np.load(path) as file:
+        found: dict[str, Any] = {name: file[name] for name in ("ids", "labels", "logits")}
+        found["paths"] = file["paths"].tolist() if "paths" in file else None
+        found |= {"classes": tuple(file["classes"].tolist()), "about": json.loads(str(file["about"]))}
+    return SimpleNamespace(**found)

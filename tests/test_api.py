@@ -94,6 +94,7 @@ def test_export_and_report_return_what_they_have_written(run: Path, tmp_path: Pa
     assert all(file.is_file() for file in exported.files)
     with pytest.raises(UserError, match="is not empty"):
         export(run, "pt2", output=run)
+    assert evaluate(run).keep(run, None) == []
     page = report(run, output=tmp_path / "page.html")
     assert page.path == tmp_path / "page.html" and page.path.is_file()
     assert page.metrics["model"]["accuracy"] == evaluate(run).metrics["model"]["accuracy"]

@@ -310,8 +310,8 @@ def test_the_tutorial_works_as_it_is(tmp_path: Path) -> None:
             done = helpers.python("-m", "accel_train", *words, processes=processes, cwd=tmp_path, timeout=300)
             assert done.returncode == 0, (words, done.stderr)
             ran.append(words[0])
-    assert ran == ["train", "train", "train", "init", "train", "report", "report", "evaluate",
-                   "check-data", "train", "report", "predict"]  # fmt: skip
+    assert ran == ["train", "train", "train", "init", "train", "report", "evaluate", "report",
+                   "check-data", "train", "evaluate", "report", "predict"]  # fmt: skip
     results = {run.name: json.loads((run / "result.json").read_text()) for run in (tmp_path / "runs").iterdir()}
     assert {name: result["epochs"] for name, result in results.items()} == {
         "first": 3, "more": 6, "longer": 12, "two": 3, "photos": 4,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -21,7 +21,6 @@ from accel_train.checkpoint.directory import (
 )
 from accel_train.checkpoint.state_dict import check_same_model, named_tensors
 from accel_train.errors import UserError, reason_of
-from accel_train.files import sha256
 from accel_train.ownership.owner import read_result
 from accel_train.untrusted import is_count, json_object, read_regular_file, require_regular_file
 
@@ -82,15 +81,13 @@ class RunWeights:
     file: Path
     """From which they were read."""
     tensors: dict[str, Tensor]
-    sha256: str = ""
-    """Of the file, if it was asked for."""
 
     @classmethod
-    def read(cls, file: Path, *, hashed: bool = False) -> RunWeights:
+    def read(cls, file: Path) -> RunWeights:
         """Read a safetensors file. Raises UserError if it is missing or broken."""
         try:
             require_regular_file(file, follow=True)
-            return cls(file, load_file(file), sha256(file) if hashed else "")
+            return cls(file, load_file(file))
         except (OSError, ValueError, SafetensorError, RuntimeError, MemoryError) as error:
             # RuntimeError: torch's, if the file is deleted after safetensors has read its header, or too large
             raise UserError(f"The weights in {file} cannot be read: {reason_of(error, 200)}") from None
@@ -106,12 +103,12 @@ class RunWeights:
 
 
 def weights_of_run(run: Path, checkpoint: Path | None = None) -> dict[str, RunWeights]:
-    """Read all weights of a run, which may train, with their SHA-256: "model", and "ema" if it has one; see
-    `find_weights`. Raises UserError."""
+    """Read all weights of a run, which may train: "model", and "ema" if it has one; see `find_weights`. Raises
+    UserError."""
 
     def read() -> dict[str, RunWeights]:
         found = find_weights(run, checkpoint)
-        return {name: RunWeights.read(file, hashed=True) for name, file in found.items()}
+        return {name: RunWeights.read(file) for name, file in found.items()}
 
     return read_while_trained(read)
 
@@ -126,21 +123,5 @@ def one_of_run(run: Path, checkpoint: Path | None = None, name: str | None = Non
         if chosen not in files:
             raise UserError(f"--weights {chosen}: {run} has no EMA; use --weights model.")
         return RunWeights.read(files[chosen])
-
-    return read_while_trained(read)
-
-
-def digest_of_run(run: Path, checkpoint: Path | None = None) -> str:
-    """The SHA-256 of the file of a run's weights, the EMA's if it has one; see `find_weights`. Raises UserError."""
-
-    def read() -> str:
-        file = list(find_weights(run, checkpoint).values())[-1]
-        try:
-            require_regular_file(file, follow=True)
-            with safe_open(file, framework="pt"):  # compares the size with the header: hashing 100 GB of zeros is slow
-                pass
-            return sha256(file)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"The weights in {file} cannot be read: {reason_of(error, 200)}") from None
 
     return read_while_trained(read)

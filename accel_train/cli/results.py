@@ -25,12 +25,12 @@ from accel_train.untrusted import is_number, read_json_object
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(WeightsOptions):
+class Report(CommandOptions):
     """Write a page about a run: curves, metrics, confusion, the worst images. Of several runs: compare them.
 
-    The page is one file that needs no network. If the run has no predictions of its weights yet, the test split (or the
-    validation split) is evaluated once, and they are kept in RUN/predictions-SPLIT.npz. Several runs are compared by
-    what they have written: metrics, means over seeds, Welch's test, speed; a CSV file beside the page has the numbers.
+    The page is one file that needs no network, and shows what the run and accel-train evaluate have written; images are
+    read from the data. Several runs are compared: metrics, means over seeds, Welch's test, speed; a CSV file beside the
+    page has the numbers.
     """
 
     runs: Annotated[tuple[Path, ...], Word("RUN …")]
@@ -38,8 +38,8 @@ class Report(WeightsOptions):
     output: Path | None = None
     """The file to write; default: report.html in the run, or in the folder of runs; of several RUNs comparison.html in
     the first one."""
-    no_evaluate: bool = False
-    """Do not evaluate: leave out what needs the data."""
+    trust_code: bool = False
+    """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
     def mistakes(self) -> list[str]:
         return [mistake for run in self.all_runs() for mistake in not_a_run(run)]
@@ -70,14 +70,14 @@ def report(arguments: Sequence[str]) -> int:
         launch,
         options.all_runs(),
         output=options.output or options.default_output(),
-        evaluates=not options.no_evaluate,
-        checkpoint=options.checkpoint,
         trust_code=options.trust_code,
     )
     for table in result.tables:
         print_line(f"{table.title}:")
         print_table(table.head, table.rows)
         print_line("")
+    for note in result.notes:
+        print_line(note)
     print_line(f"report: {result.path}")
     if result.csv is not None:
         print_line(f"numbers: {result.csv}")

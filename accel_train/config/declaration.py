@@ -105,7 +105,7 @@ BEST_METRICS = ("accuracy", "loss", "f1", "map")
 TAKEN_NAMES = {
     *BEST_METRICS, *CHOSEN_METRICS, "micro_map", "micro_f1", "balanced_accuracy", "precision", "recall",
     "weighted_precision", "weighted_recall", "weighted_f1", "calibration_error", "accuracy_interval",
-    "confusion", "kind", "time", "generation", "epoch", "update", "split", "weights", "count", "seconds",
+    "confusion", "worst", "kind", "time", "generation", "epoch", "update", "split", "weights", "count", "seconds",
     "images", "lr", "images_per_second", "data_wait_fraction",
 }  # fmt: skip
 """The keys beside which a user's metric is written: in metrics.jsonl, in evaluation-SPLIT.json, and in result.json."""

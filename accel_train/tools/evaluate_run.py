@@ -27,7 +27,7 @@ from accel_train.config.schema import Config, as_dict
 from accel_train.data.loading import create_input_pipeline, evaluation_batch_size
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import Source, Splits, splits_of
-from accel_train.errors import LOGGER, UserError, counted, first_of, reason_of
+from accel_train.errors import LOGGER, UserError, counted, first_of
 from accel_train.evaluate import evaluate
 from accel_train.files import atomic_replacement, atomic_write, open_to_write
 from accel_train.launch.accelerator import create_accelerator
@@ -38,12 +38,12 @@ from accel_train.records.metrics import Evaluation, OwnMetrics, create_own_metri
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.task import Metric, Task
 from accel_train.tools.load_run import empty_model, may_download, read_config
-from accel_train.untrusted import open_to_read
 from accel_train.user_code.reference import CHOSEN_METRICS, given_metrics, short_name
 
 Floats = npt.NDArray[np.float64]
 
 BINS = 15  # of the calibration error, as in Guo et al. 2017
+WORST = 20  # images that are named
 NO_VALUE = "\u2013"  # of a class without images
 # What the table calls it -> the key of a list with a metric of each class.
 CLASS_METRICS = {name: f"class_{name}".replace(" ", "_") for name in ("average precision", "precision", "recall", "f1")}
@@ -156,6 +156,34 @@ def calibration_error(probabilities: Floats, labels: npt.NDArray[np.int64]) -> f
     return float(sum(part.mean() * abs(hits[part].mean() - confidence[part].mean()) for part in inside))
 
 
+def worst_images(
+    logits: npt.NDArray[np.float32], labels: npt.NDArray[Any], source: Source, classes: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The WORST wrong images with the highest loss: "id" and "name" in the `source`, and what is "said" of it and
+    "true", the predicted and the true classes with their probabilities, as text. For `logits` and `labels` see
+    `added_metrics`."""
+    from scipy.special import expit, log_expit, logsumexp
+
+    one_label, every = labels.ndim == 1, np.arange(len(labels))
+    if one_label:
+        losses, is_right = logsumexp(logits, axis=1) - logits[every, labels], logits.argmax(1) == labels
+    else:  # the mean binary cross-entropy
+        losses = -np.where(labels, log_expit(logits), log_expit(-logits)).mean(1)
+        is_right = ((logits >= 0) == labels).all(1)
+    wrong = np.flatnonzero(~is_right)
+    found = []
+    for id in wrong[np.argsort(-losses[wrong], kind="stable")][:WORST].tolist():
+        chances = softmax(logits[id : id + 1])[0] if one_label else expit(logits[id].astype(np.float64))
+        said = [int(logits[id].argmax())] if one_label else np.flatnonzero(logits[id] >= 0).tolist()
+        true = [int(labels[id])] if one_label else np.flatnonzero(labels[id]).tolist()
+        named = {
+            key: ", ".join(f"{classes[label]} ({chances[label]:.1%})" for label in some) or "none"
+            for key, some in (("said", said), ("true", true))
+        }
+        found.append({"id": id, "name": source.name(id), **named})
+    return found
+
+
 def metric_rows(
     records: Sequence[Mapping[str, Any]], classes: Sequence[str], metrics: Sequence[Metric]
 ) -> Iterator[tuple[str, str, list[str]]]:
@@ -203,7 +231,7 @@ class Predictions:
     """Of the image files; None if the images are not in files of their own."""
     classes: tuple[str, ...]
     about: Mapping[str, Any]
-    """Of what: "run", "weights" (the file) and its "sha256", "split", "data" and "time"."""
+    """Of what: "run", "weights" (the file), "split", "data" and "time"."""
 
     def save(self, path: Path) -> None:
         """Write the file atomically. Raises OSError."""
@@ -218,34 +246,6 @@ class Predictions:
             arrays["paths"] = np.array(self.paths)
         with atomic_replacement(path) as temporary, open_to_write(temporary, "xb") as file:
             np.savez(file, **arrays)
-
-
-def read_predictions(path: Path) -> Predictions:
-    """Read a .npz file of `Predictions.save`. Raises UserError."""
-    try:
-        with open_to_read(path) as opened, np.load(opened, allow_pickle=False) as file:
-            packed, unpacked = path.stat().st_size, sum(member.file_size for member in file.zip.infolist())
-            if unpacked > packed:  # `save` does not compress; a small file of zeros could fill the memory
-                raise ValueError(f"it is compressed: {packed:,} bytes for {unpacked:,}")
-            paths = file["paths"].tolist() if "paths" in file else None
-            classes, about = tuple(file["classes"].tolist()), json.loads(str(file["about"]))
-            return _checked(Predictions(file["ids"], file["labels"], file["logits"], paths, classes, about))
-    except Exception as error:  # the readers of a damaged file raise nearly anything: BadZipFile, zlib.error, …
-        raise UserError(f"{path} is not a predictions file of `accel-train evaluate` ({reason_of(error)}).") from error
-
-
-def _checked(found: Predictions) -> Predictions:
-    """Raise ValueError if the arrays do not fit to each other."""
-    count, classes = len(found.ids), len(found.classes)
-    labels, logits = found.labels, found.logits
-    known = labels.dtype == np.int64 and bool(((labels >= 0) & (labels < classes)).all())
-    if not ((known and labels.shape == (count,)) or (labels.shape == (count, classes) and labels.dtype == np.bool_)):
-        raise ValueError(f"labels are {labels.dtype} {list(labels.shape)}")
-    if logits.shape != (count, classes) or logits.dtype != np.float32:
-        raise ValueError(f"logits are {logits.dtype} {list(logits.shape)}")
-    if not isinstance(found.about, dict) or (found.paths is not None and len(found.paths) != count):
-        raise ValueError("about or paths do not fit")
-    return found
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class EvaluationResult:
                 failures.append(path)
         return failures
 
-    def keep(self, run: Path, predictions: Path | None) -> list[Path]:
+    def keep(self, run: Path, predictions: Path | None = None) -> list[Path]:
         """Write the metrics to the run's evaluation-SPLIT.json, and to a file of its evaluations/ that stays."""
         stays = run / "evaluations" / f"{self.name}-{datetime.now():%Y%m%d-%H%M%S}.json"
         return self.write([self.file(run), stays], predictions)
@@ -356,7 +356,7 @@ def evaluate_run(
     about = {"split": split, "data": as_dict(config.data), "time": began.isoformat(timespec="seconds")}
 
     def as_json() -> dict[str, Any]:
-        records = {name: _record(evaluation, names[name]) for name, evaluation in evaluations.items()}
+        records = {name: _record(each, names[name], source, splits.classes) for name, each in evaluations.items()}
         found = {**about, "processes": accelerator.num_processes, "classes": splits.classes, **records}
         return dict(json.loads(json.dumps(found)))  # plain lists and numbers, as a file has them
 
@@ -368,7 +368,7 @@ def evaluate_run(
             logits=_array(chosen.logits),
             paths=[source.name(id) for id in range(len(source))] if Path(source.name(0)).is_file() else None,
             classes=splits.classes,
-            about={"run": str(run), "weights": names[last], "sha256": read[last].sha256, **about},
+            about={"run": str(run), "weights": names[last], **about},
         )
     found = broadcast_from_main(accelerator, as_json)
     if (warning := chosen.warning(split)) is not None and accelerator.is_main_process:
@@ -446,7 +446,7 @@ def _array(values: Tensor | None) -> npt.NDArray[Any]:
     return array
 
 
-def _record(evaluation: Evaluation, weights: str) -> dict[str, Any]:
+def _record(evaluation: Evaluation, weights: str, source: Source, classes: Sequence[str]) -> dict[str, Any]:
     """Return an evaluation for JSON, which has no NaN: that becomes null."""
     metrics = {name: value if math.isfinite(value) else None for name, value in evaluation.metrics.items()}
     logits, labels = _array(evaluation.logits), _array(evaluation.labels)
@@ -454,5 +454,5 @@ def _record(evaluation: Evaluation, weights: str) -> dict[str, Any]:
     if evaluation.broken or not (logits < np.inf).all():
         more: dict[str, Any] = {}
     else:
-        more = added_metrics(logits, labels)
+        more = {**added_metrics(logits, labels), "worst": worst_images(logits, labels, source, classes)}
     return {"weights": weights, **metrics, "count": evaluation.count, **more, **evaluation.as_record()}

@@ -13,8 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accel_train.tools.evaluate_run import read_predictions
-
 # Two processes, two micro-batches an update; a backend of torch.compile that is quick to compile.
 MODEL = """
 import torch
@@ -145,5 +143,5 @@ def test_a_model_may_write_its_output_to_the_same_memory(model: Path, tmp_path: 
             "-m", "accel_train", "evaluate", run, "--predictions", predictions, "--trust-code", "true"
         )
         assert done.returncode == 0, done.stderr
-        found.append((losses(run), read_predictions(predictions).logits.tolist()))
+        found.append((losses(run), helpers.read_predictions(predictions).logits.tolist()))
     assert found[0] == found[1]

@@ -94,6 +94,7 @@ def test_a_first_figure_of_nan_ends_no_run_and_is_not_the_best(tmp_path: Path, *
     # Loaded again, the model is NaN once more.
     again = evaluate(run, trust_code=True).metrics["model"]
     assert again[name] is None and again["count"] == 24
+    assert cli.main(["evaluate", str(run), "--trust-code", "true"]) == 0
     page = run / "report.html"
     assert cli.main(["report", str(run), "--output", str(page), "--trust-code", "true"]) == 0
     assert cli.main(["runs", str(tmp_path)]) == 0

@@ -77,6 +77,7 @@ def test_all_that_reads_a_run_reads_one_that_trains(
         found = evaluate(live).metrics["ema"]
         assert found["count"] == 359 and found["weights"].startswith("checkpoints/update-")
         page = live.parent / f"{number}.html"
+        assert cli.main(["evaluate", str(live)]) == 0
         assert cli.main(["report", str(live), "--output", str(page)]) == 0
         assert "balanced accuracy" in page.read_text()
         assert predict(live, [image])[0].classes

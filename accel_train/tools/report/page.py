@@ -5,18 +5,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import Image
-from scipy.special import expit, log_expit, log_softmax, softmax
 
 from accel_train import __version__
 from accel_train.config.schema import Config
@@ -30,7 +26,7 @@ from accel_train.task import metric_title
 from accel_train.tools.evaluate_run import (
     CLASS_METRICS,
     NO_VALUE,
-    Predictions,
+    WORST,
     accuracy_interval,
     images_of_classes,
     interval_of,
@@ -42,7 +38,6 @@ from accel_train.tools.load_run import Preprocessing
 from accel_train.tools.report.curves import charts_of_run, draw
 from accel_train.tools.report.records import SPLITS, Row, RunRecords, differences_from_recipe, state_of
 
-WORST = 20
 SMALL = 64
 """Pixels: smaller images are kept without loss, as PNG, and base.html shows the pixels of each PNG."""
 
@@ -56,43 +51,18 @@ class Picture:
     """The image as a data: URI."""
     said: str
     true: str
-    loss: float
 
 
-def worst_images(predictions: Predictions, source: Source, info: ModelInfo, config: Config) -> list[Picture]:
-    """The WORST images with the highest loss that are classified wrongly; those that cannot be read are left out.
-
-    `source`: the split that the predictions are of.
-    """
-    logits, labels = predictions.logits.astype(np.float64), predictions.labels
-    if labels.ndim == 2:  # the mean binary cross-entropy
-        losses = -np.where(labels, log_expit(logits), log_expit(-logits)).mean(1)
-        is_right = ((logits >= 0) == labels).all(1)
-    else:
-        losses = -log_softmax(logits, axis=1)[np.arange(len(logits)), labels]
-        is_right = logits.argmax(1) == labels
-    preprocessing = Preprocessing(info, config.augment)
-
-    def pictures(ids: npt.NDArray[np.int64]) -> Iterator[Picture]:
-        for id in ids.tolist():
+def worst_images(evaluation: Row, info: ModelInfo, config: Config, source: Source) -> list[Picture]:
+    """The worst images that an evaluation names. `source`: the split of which they are. Images that cannot be read, or
+    that have another name there, are left out."""
+    preprocessing, pictures = Preprocessing(info, config.augment), list[Picture]()
+    for worst in (evaluation.get("ema") or evaluation.get("model") or {}).get("worst", ())[:WORST]:
+        if 0 <= worst["id"] < len(source) and source.name(worst["id"]) == worst["name"]:
             with contextlib.suppress(UserError):
-                uri = data_uri(input_image(source, id, preprocessing, info))
-                yield Picture(source.name(id), uri, *_said_and_true(predictions, id), float(losses[id]))
-
-    wrong = np.flatnonzero(~is_right)
-    return [*itertools.islice(pictures(wrong[np.argsort(-losses[wrong], kind="stable")]), WORST)]
-
-
-def _said_and_true(predictions: Predictions, id: int) -> tuple[str, str]:
-    logits, label, names = predictions.logits[id].astype(np.float64), predictions.labels[id], predictions.classes
-    if predictions.labels.ndim == 2:
-        chances = expit(logits)
-        said = [f"{names[number]} ({chances[number]:.0%})" for number in np.flatnonzero(logits >= 0)]
-        true = [f"{names[number]} ({chances[number]:.0%})" for number in np.flatnonzero(label)]
-        return ", ".join(said) or "none", ", ".join(true) or "none"
-    chances = softmax(logits)
-    first = int(predictions.logits[id].argmax())
-    return f"{names[first]} ({chances[first]:.0%})", f"{names[label]} ({chances[label]:.1%})"
+                uri = data_uri(input_image(source, worst["id"], preprocessing, info))
+                pictures.append(Picture(worst["name"], uri, str(worst["said"]), str(worst["true"])))
+    return pictures
 
 
 def input_image(source: Source, id: int, preprocessing: Preprocessing, info: ModelInfo) -> Image.Image:
@@ -284,8 +254,7 @@ def machine_and_time(run: RunRecords) -> list[tuple[str, str]]:
 
 
 def check_page(option: str, path: Path) -> None:
-    """Raise UserError if the page `path` that the `option` names cannot be written, or Jinja2 is not installed: before
-    the work for it is done."""
+    """Raise UserError if the page `path` that the `option` names cannot be written, or Jinja2 is not installed."""
     with needing("Jinja2 is not installed, so there is no report: pip install 'accel-train[report]'."):
         import jinja2  # noqa: F401
     check_writable(option, path)

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from accel_train.checkpoint.reading import digest_of_run
+from accel_train.config.schema import Config
+from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError, reason_of, writing
 from accel_train.files import atomic_write
 from accel_train.launch.environment import Launch
-from accel_train.tools.evaluate_run import EvaluationResult, Predictions, evaluate_run, read_predictions
 from accel_train.tools.load_run import data_of_run
 from accel_train.tools.report.curves import import_pyplot
-from accel_train.tools.report.page import Picture, check_page, page_of_run, worst_images
+from accel_train.tools.report.page import check_page, page_of_run, worst_images
 from accel_train.tools.report.records import RunRecords, check_runs
 from accel_train.tools.report.several_runs import Table, compare_runs, csv_of_runs, page_of_runs
 from accel_train.untrusted import read_json_object
-
-Evaluate = Callable[..., EvaluationResult]
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,8 @@ class ReportResult:
     """Of several runs: what `compare_runs` returns."""
     csv: Path | None = None
     """Of several runs: a file with a row for each run."""
+    notes: tuple[str, ...] = ()
+    """What is missing, and how to get it."""
 
 
 def report(
@@ -42,17 +43,13 @@ def report(
     paths: Sequence[Path],
     *,
     output: Path | None = None,
-    evaluates: bool = True,
-    checkpoint: Path | None = None,
     trust_code: bool = False,
 ) -> ReportResult:
     """Write the report of one run, or the comparison of several.
 
     `output`: default report.html in the folder of the run, or comparison.html in that of the first of several; the CSV
-    file of several runs is beside it. Several runs are compared from their records: nothing is evaluated.
-    `evaluates`: if there are no predictions of a run's weights, evaluate them once, and keep them; else leave out what
-    needs them. `checkpoint`: whose weights are judged, see `find_weights`. `trust_code`: see `read_config`. Raises
-    UserError.
+    file of several runs is beside it. All is read from the records of the runs, and of `accel-train evaluate`; only the
+    images come from the data. `trust_code`: see `read_config`. Raises UserError.
     """
     launch.check_alone("report")
     if not paths:
@@ -63,22 +60,17 @@ def report(
     output = output or paths[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     check_page("--output", output)
     if len(runs) > 1:
-        if checkpoint is not None:
-            raise UserError("--checkpoint: several runs are compared by what they have written; leave it out.")
         return _compare(runs, output)
-    evaluate: Evaluate | None = None
-    if evaluates:
-        evaluate = partial(evaluate_run, launch, checkpoint=checkpoint, trust_code=trust_code, keep_predictions=True)
     notes: list[str] = []
-    evaluation, predictions = _evaluated(runs[0], notes, checkpoint, evaluate)
-    worst: list[Picture] = []
-    if predictions is not None:
-        worst = _worst(runs[0], evaluation.get("split", ""), predictions, notes, trust_code=trust_code)
     with _of_records(*paths):
+        evaluation = _evaluation_of(runs[0], notes)
+    images = _images_of(runs[0], evaluation, notes, trust_code=trust_code)
+    with _of_records(*paths):
+        worst = [] if images is None else worst_images(evaluation, runs[0].info, *images)
         page = page_of_run(runs[0], evaluation, worst, notes)
     with writing("--output", output):
         atomic_write(output, page)
-    return ReportResult(output, evaluation)
+    return ReportResult(output, evaluation, notes=tuple(notes))
 
 
 def _compare(runs: Sequence[RunRecords], output: Path) -> ReportResult:
@@ -105,62 +97,30 @@ def _of_records(*runs: Path) -> Iterator[None]:
         ) from error
 
 
-def _evaluated(
-    run: RunRecords, notes: list[str], checkpoint: Path | None, evaluate: Evaluate | None
-) -> tuple[dict[str, Any], Predictions | None]:
-    """The newest evaluation of the run's weights, and its predictions; {} and None if there are none, which `notes`
-    says. A new one is kept. Raises UserError if the `checkpoint` that the user named has no weights."""
-    try:
-        digest = digest_of_run(run.path, checkpoint)
-    except UserError as error:
-        if checkpoint is not None:
-            raise
-        notes.append(f"There are no metrics of a model: {error}")
-        return {}, None
+def _evaluation_of(run: RunRecords, notes: list[str]) -> dict[str, Any]:
+    """What `accel-train evaluate` has measured on the test split, or else on the validation split; {} if nothing.
+    `notes` says what to type if it is missing, or older than the weights."""
     splits = ["test", "val"] if run.evaluations("test", "model") or not run.evaluations("val", "model") else ["val"]
-    found = _kept(run.path, digest, splits, notes)
-    if found is not None:
-        return found
-    if evaluate is None:
-        notes.append("These weights have no predictions yet. To compute them, leave out --no-evaluate true.")
-        return {}, None
-    try:
-        result = evaluate(run.path, split=splits[0])
-    except UserError as error:
-        notes.append(f"The model could not be evaluated: {error}")
-        return {}, None
-    result.keep(run.path, run.path / f"predictions-{splits[0]}.npz")
-    return result.metrics, result.predictions
+    line = f"accel-train evaluate {shlex.quote(str(run.path))}" + (" --split val" if splits == ["val"] else "")
+    records = (read_json_object(run.path / f"evaluation-{split}.json") for split in splits)
+    evaluation = next((record for record in records if record), {})
+    if not evaluation:
+        notes.append(f"The model has not been evaluated. More metrics, the classes and the worst images need: {line}")
+    elif datetime.fromisoformat(evaluation["time"]).timestamp() < run.status.get("time", 0) - 1:  # whole seconds
+        notes.append(f"The run has trained since it was evaluated. To evaluate it again: {line}")
+    return evaluation
 
 
-def _kept(run: Path, digest: str, splits: Sequence[str], notes: list[str]) -> tuple[dict[str, Any], Predictions] | None:
-    """The evaluation of a split and its predictions, if they are of the weights with the SHA-256 `digest`."""
-    for split in splits:
-        file, evaluation = run / f"predictions-{split}.npz", run / f"evaluation-{split}.json"
-        if not (file.is_file() and evaluation.is_file()):
-            continue
-        try:
-            predictions, record = read_predictions(file), read_json_object(evaluation)
-        except UserError as error:
-            notes.append(f"The kept predictions are left out: {error}")
-            continue
-        # A later evaluation, of other data or of another checkpoint, may have replaced the metrics.
-        if predictions.about.get("sha256") == digest and predictions.about.get("time") == record.get("time"):
-            return record, predictions
-    return None
-
-
-def _worst(
-    run: RunRecords, split: str, predictions: Predictions, notes: list[str], *, trust_code: bool
-) -> list[Picture]:
-    """The worst images of the evaluated `split`; `notes` says why there are none."""
+def _images_of(
+    run: RunRecords, evaluation: dict[str, Any], notes: list[str], *, trust_code: bool
+) -> tuple[Config, Source] | None:
+    """The evaluated split, and the run's configuration; None without one, and `notes` says why."""
+    if not evaluation:
+        return None
     try:
         config, splits = data_of_run(run.path, trust_code=trust_code)
     except UserError as error:
         notes.append(f"The images are left out: {error}")
-        return []
-    source = splits.test if split == "test" else splits.validation
-    if source is None or len(source) != len(predictions.ids):
-        notes.append(f"The {split} images are left out: the data has changed since the evaluation.")
-        return []
-    return worst_images(predictions, source, run.info, config)
+        return None
+    source = splits.test if evaluation.get("split") == "test" else splits.validation
+    return None if source is None else (config, source)

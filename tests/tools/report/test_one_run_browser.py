@@ -53,7 +53,7 @@ def page_with(count: int) -> str:
     losses = [2.0, 1.0, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3]
     images = {"images": 10 * count, "class_images": [1 + number % 19 for number in range(count)]}
     run = made_up_run(names, train=[1 / n for n in range(1, 10)], val=losses, data={"train": images, "unused": "9 .db"})
-    shown = [Picture("folder/" + "n" * 80 + ".jpg", uri(), f"{names[-1]} (90%)", f"{names[0]} (1%)", 3.0)] * 7
+    shown = [Picture("folder/" + "n" * 80 + ".jpg", uri(), f"{names[-1]} (90%)", f"{names[0]} (1%)")] * 7
     evaluation = made_up_evaluation(names, 4000 if count > 10 else 200)
     return page_of_run(run, evaluation, shown, ["A note about " + "y" * 150])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import json
-import os
 import re
 import shutil
 import time
@@ -22,7 +21,7 @@ from sklearn.metrics import precision_recall_fscore_support as figures_of_classe
 
 from accel_train import cli
 from accel_train.errors import COMMANDS, one_line
-from accel_train.tools.evaluate_run import read_predictions, softmax
+from accel_train.tools.evaluate_run import softmax
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -34,6 +33,7 @@ def run(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(run: Path) -> str:
+    assert cli.main(["evaluate", str(run), "--predictions", str(run / "predictions.npz")]) == 0
     assert cli.main(["report", str(run)]) == 0
     return (run / "report.html").read_text()
 
@@ -54,7 +54,7 @@ def rows(html: str) -> list[list[str]]:
 
 @pytest.mark.ci
 def test_all_figures_are_those_of_scikit_learn_from_the_predictions(run: Path, page: str) -> None:
-    found = read_predictions(run / "predictions-test.npz")
+    found = helpers.read_predictions(run / "predictions.npz")
     predicted = found.logits.argmax(1)
     macro = figures_of_classes(found.labels, predicted, average="macro", zero_division=0)
     weighted = figures_of_classes(found.labels, predicted, average="weighted", zero_division=0)
@@ -80,7 +80,7 @@ def test_all_figures_are_those_of_scikit_learn_from_the_predictions(run: Path, p
 
 
 def test_the_worst_images_are_the_wrong_ones_with_the_highest_loss(run: Path, page: str) -> None:
-    found = read_predictions(run / "predictions-test.npz")
+    found = helpers.read_predictions(run / "predictions.npz")
     chances = softmax(found.logits)
     wrong = np.flatnonzero(found.logits.argmax(1) != found.labels)
     worst = wrong[np.argsort(chances[wrong, found.labels[wrong]])][:20]
@@ -88,7 +88,7 @@ def test_the_worst_images_are_the_wrong_ones_with_the_highest_loss(run: Path, pa
     told = [re.sub(r"<[^>]+>", "", caption).split() for caption in captions]
     assert len(told) == min(20, len(wrong))
     expected = [
-        ["said", f"{row.argmax()}", f"({row.max():.0%})true", f"{label}", f"({row[label]:.1%})digits"]
+        ["said", f"{row.argmax()}", f"({row.max():.1%})true", f"{label}", f"({row[label]:.1%})digits"]
         for row, label in ((chances[id], found.labels[id]) for id in worst)
     ]
     assert [words[:5] for words in told] == expected
@@ -145,9 +145,10 @@ def test_starts_and_differences_from_the_recipe_are_there(tmp_path: Path, capsys
     starts = json.loads((run / "starts.json").read_text())
     starts["starts"][0] |= {"repeated": 100, "finished": False}
     (run / "starts.json").write_text(json.dumps(starts))
-    assert cli.main(["report", str(run), "--no-evaluate", "true"]) == 0
+    assert cli.main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
-    assert "To compute them, leave out --no-evaluate true." in page and 'id="worst"' not in page
+    line = f"accel-train evaluate {run}"
+    assert line in page and line in capsys.readouterr().out.replace("\n", "") and 'id="worst"' not in page
     differs = {row[0]: row[1:] for row in rows(section(page, "configuration").partition("<details>")[0])}
     assert differs["optim.lr"] == ["0.05", "0.02"] and differs["schedule.name"] == ["cosine", "constant"]
     costs = dict(rows(section(page, "machine")))
@@ -155,25 +156,24 @@ def test_starts_and_differences_from_the_recipe_are_there(tmp_path: Path, capsys
 
 
 @pytest.mark.ci
-def test_it_evaluates_once_and_again_when_the_weights_are_others(run: Path, page: str, tmp_path: Path) -> None:
+def test_it_says_when_the_evaluation_is_older_than_the_weights(run: Path, page: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
-    kept = (copy / "predictions-test.npz").stat().st_mtime_ns
-    assert cli.main(["report", str(copy), "--output", str(tmp_path / "again.html")]) == 0
-    assert (copy / "predictions-test.npz").stat().st_mtime_ns == kept
-    shutil.copy(copy / "model.safetensors", copy / "ema.safetensors")
-    assert cli.main(["report", str(copy), "--output", str(tmp_path / "again.html")]) == 0
-    assert (copy / "predictions-test.npz").stat().st_mtime_ns != kept
-    again = {row[0]: row[1:] for row in rows(section((tmp_path / "again.html").read_text(), "metrics"))}
-    assert again["accuracy"][0] == again["accuracy"][1]  # now they are the same weights
+    assert "has trained since" not in page
+    status = json.loads((copy / "status.json").read_text())
+    (copy / "status.json").write_text(json.dumps(status | {"time": time.time() + 60}))
+    assert cli.main(["report", str(copy)]) == 0
+    assert "The run has trained since it was evaluated." in (copy / "report.html").read_text()
 
 
-def test_huge_weights_that_are_not_are_refused_at_once(run: Path, tmp_path: Path) -> None:
-    copy, began = Path(shutil.copytree(run, tmp_path / "copy")), time.monotonic()
-    for path in copy.glob("*.safetensors"):
-        os.truncate(path, 100 << 30)  # sparse; to hash it takes minutes
-    assert cli.main(["report", str(copy), "--output", str(tmp_path / "report.html")]) == 0
-    assert time.monotonic() - began < 20
-    assert "There are no metrics of a model: The weights in" in unescape((tmp_path / "report.html").read_text())
+def test_images_of_other_data_are_not_shown(run: Path, page: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    record = json.loads((copy / "evaluation-test.json").read_text())
+    first, second, *_ = record["ema"]["worst"]
+    first["name"], second["id"] = "another image", 10**9
+    (copy / "evaluation-test.json").write_text(json.dumps(record))
+    assert cli.main(["report", str(copy)]) == 0
+    count = section((copy / "report.html").read_text(), "worst").count("<figure>")
+    assert count == section(page, "worst").count("<figure>") - 2
 
 
 @pytest.mark.parametrize("name", ["a$b^{$", "_hidden", "\x1b[2J\u202ea\nb", "\udcff", "\u6f22\u5b57 \U0001f469"])
@@ -196,10 +196,10 @@ def test_a_run_without_data_and_a_stopped_one_have_a_report_too(run: Path, page:
     assert cli.main(["report", str(copy)]) == 0
     without_images = (copy / "report.html").read_text()
     assert "The images are left out: --data.root data" in without_images and 'id="worst"' not in without_images
-    for name in ("result.json", "predictions-test.npz", "environment.json", "metrics.jsonl"):
+    for name in ("result.json", "evaluation-test.json", "environment.json", "metrics.jsonl"):
         (copy / name).unlink()
     assert cli.main(["report", str(copy)]) == 0
-    assert "The model could not be evaluated: --data.root data" in (copy / "report.html").read_text()
+    assert f"need: accel-train evaluate {copy}" in (copy / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("module", "name"), [("jinja2", "Jinja2"), ("matplotlib", "matplotlib")])
