@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from accel_train.run.run import TrainingResult
     from accel_train.tools.audit import AuditResult
     from accel_train.tools.evaluate_run import EvaluationResult
-    from accel_train.tools.export.export import ExportResult
+    from accel_train.tools.export import ExportResult
     from accel_train.tools.find_lr import LearningRates
     from accel_train.tools.load_run import LoadedRun, Prediction
     from accel_train.tools.report.preview import PreviewResult
@@ -153,13 +153,13 @@ def predict(
 
 
 def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **options: Any) -> ExportResult:
-    """Write a run's model as "timm", "onnx" or "pt2". For `output`, `weights`, … see tools/export/export.py.
+    """Write a run's model as "timm", "onnx" or "pt2". For `output`, `weights`, … see tools/export.py.
 
     `model`, `checkpoint`: as `load_run` has them.
     """
     launch = prepare_environment()
     with _objects_of(run, model=model):
-        from accel_train.tools.export.export import export as export_run
+        from accel_train.tools.export import export as export_run
 
         return export_run(launch, Path(run), format, **_with_paths(options))
 

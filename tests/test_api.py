@@ -90,7 +90,7 @@ def test_evaluate_returns_what_the_command_line_prints_and_writes(run: Path) -> 
 def test_export_and_report_return_what_they_have_written(run: Path, tmp_path: Path) -> None:
     exported = export(run, "pt2", output=tmp_path / "export")
     assert exported.folder == tmp_path / "export"
-    assert [file.name for file in exported.files] == ["README.md", "model.pt2", "preprocess.json"]
+    assert [file.name for file in exported.files] == ["model.pt2", "preprocess.json"]
     assert all(file.is_file() for file in exported.files)
     with pytest.raises(UserError, match="is not empty"):
         export(run, "pt2", output=run)

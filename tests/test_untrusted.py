@@ -224,16 +224,15 @@ EXCEPTIONS = {
     "errors": "/dev/null",
     # Files of the package, and of a folder that the program has just made
     "data.sources.arrays": "the digits of the package",
-    "tools.doctor.storage": "its own scratch folder", "tools.export.export": "a new folder",
+    "tools.doctor.storage": "its own scratch folder", "tools.export": "a new folder",
     "checkpoint.own_optimizer": "bytes in memory, which it has just written",
     "cli.evaluate": "temporary files beside what the user names", "cli.recipes": "what the user names",
     "tools.shards": "a folder that it has just made",
     # Checked before
     "checkpoint.directory": "verify_files has found regular files", "checkpoint.reading": "require_regular_file",
-    "tools.evaluate_run": "np.load of an opened file", "data.sources.files.tars": "tarfile of an opened file",
+    "data.sources.files.tars": "tarfile of an opened file",
     "user_code.loading": "the import of a user's own code",
     "data.sources.user": "the same",
-    "tools.export.formats": "a new folder, and an image of the user's, read by the code that other programs copy",
     # Not yet
 }  # fmt: skip
 """Modules that open files by themselves -> why they may."""

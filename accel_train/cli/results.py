@@ -88,8 +88,8 @@ def report(arguments: Sequence[str]) -> int:
 class Export(WeightsOptions):
     """Write a run's model for other programs: weights, class names and preprocessing, in one folder.
 
-    The export is then loaded and compared with the run on images of its data, as tensors and from files. If they
-    disagree, the exit code is 1. docs/export.md has a script that needs only onnxruntime, NumPy and Pillow.
+    The export is then loaded and compared with the run, on equal inputs. If they disagree, the exit code is 1.
+    docs/export.md has a script that needs only onnxruntime, NumPy and Pillow.
     """
 
     run: Annotated[Path, RUN_WORD]
@@ -112,7 +112,7 @@ def export(arguments: Sequence[str]) -> int:
         raise UserError("--format is missing; choose timm, onnx or pt2.")
     launch = prepare_environment()
     with importing(str(options.run)):
-        from accel_train.tools.export.export import export
+        from accel_train.tools.export import export
 
     result = export(
         launch,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from prepared import prepare
 from torch import Tensor
 
 from accel_train.config.schema import Augment
@@ -15,7 +16,7 @@ from accel_train.data.sources.files.images import decode
 from accel_train.data.transforms.parameters import crop_fraction
 from accel_train.records.model_info import ModelInfo
 from accel_train.task import SEVERAL_LABELS
-from accel_train.tools.export.formats import prepare, rules_of
+from accel_train.tools.export import rules_of
 from accel_train.tools.load_run import Preprocessing
 
 

@@ -1,7 +1,8 @@
-"""The formats: each is written into a folder, and loaded from it again as a function from inputs to logits.
+"""`accel-train export RUN --format timm|onnx|pt2`: the run's model for other programs.
 
-With each goes preprocess.json: how an image file becomes the model's input, for programs that have neither torch nor
-this package. docs/export.md documents the file, with a script that does the same as `prepare` here.
+Each format is written into a folder, loaded from it again as a function from inputs to logits, and compared with the
+run before it is called done. With it goes preprocess.json: how an image file becomes the model's input, for programs
+that have neither torch nor this package. docs/export.md documents the file, with a script that follows it.
 """
 
 from __future__ import annotations
@@ -9,26 +10,115 @@ from __future__ import annotations
 import io
 import json
 import logging
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from accel_train.config.schema import Augment, Model
 from accel_train.data.transforms.parameters import crop_fraction, resize_default
-from accel_train.errors import UserError, needing, reason_of
+from accel_train.errors import LOGGER, UserError, needing, reason_of, writing
+from accel_train.files import fsync, set_default_permissions
+from accel_train.launch.environment import Launch
 from accel_train.models.factory import is_timms, more_arguments
 from accel_train.records.model_info import ModelInfo
 from accel_train.task import SEVERAL_LABELS
-from accel_train.tools.load_run import LoadedRun
+from accel_train.tools.load_run import LoadedRun, load
 from accel_train.user_code.reference import short_name
+
+INPUTS = 8
+"""Seeded random inputs by which an export is compared with the run."""
+LARGEST_DIFFERENCE = 1e-3
+"""Of the logits, from equal inputs."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """An export that gives what the run's model gives."""
+
+    folder: Path
+    files: tuple[Path, ...]
+
+
+def export(
+    launch: Launch,
+    run: Path,
+    format: str,
+    *,
+    output: Path | None = None,
+    checkpoint: Path | None = None,
+    weights: str | None = None,
+    trust_code: bool = False,
+) -> ExportResult:
+    """Write the model of the run in the folder `run` as "timm", "onnx" or "pt2", and compare it with the run.
+
+    `output`: a folder; default RUN/export-FORMAT. `checkpoint`: see `find_weights`. `weights`: "model" or "ema";
+    default: the EMA if there is one.
+    Raises UserError, also if the export does not give what the run's model gives; then nothing has been written.
+    """
+    launch.check_alone("export")
+    shown = output or run / f"export-{format}"
+    output = shown.resolve()
+    _check_free(output)
+    loaded = load(run, checkpoint, weights=weights, trust_code=trust_code)
+    check_format(format, loaded.config.model)
+    LOGGER.info(loaded.title)
+
+    rules = rules_of(loaded.info, loaded.config.augment)
+    with writing("--output", shown, "another folder"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.", ignore_cleanup_errors=True)
+    with beside as temporary:
+        folder = Path(temporary, "export")
+        with writing("--output", shown, "another folder"):
+            folder.mkdir()
+            (folder / FILE).write_text(json.dumps(rules, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            write, reload = FORMATS[format]
+            write(loaded, rules, folder)
+            LOGGER.info(compare(loaded, reload(folder)))
+            for path in list(folder.iterdir()):
+                set_default_permissions(path)
+                fsync(path)
+            fsync(folder)
+            folder.rename(output)
+    return ExportResult(shown, tuple(sorted(shown.iterdir())))
+
+
+def _check_free(output: Path) -> None:
+    """Raise UserError unless `output` does not exist or is an empty folder."""
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output: {output} is a file; name a folder.")
+    if output.exists() and (there := sorted(path.name for path in output.iterdir())):
+        raise UserError(f"--output: {output} is not empty (found {there[0]}); remove it, or name another folder.")
+
+
+def compare(run: LoadedRun, exported: Loaded) -> str:
+    """Compare an export with the run's model, both on the CPU, on the same inputs, in one batch and one alone; return a
+    sentence about it. Raises UserError if they differ."""
+    generator, info = torch.Generator().manual_seed(0), run.info
+    inputs = torch.randn(INPUTS, info.channels, info.image_size, info.image_size, generator=generator)
+    all_and_one = inputs, inputs[:1]
+    differences = [_logits(run.model, some) - _logits(exported, some) for some in all_and_one]
+    difference = float(torch.cat(differences).abs().max())
+    if not difference <= LARGEST_DIFFERENCE:  # also if it is NaN
+        raise UserError(
+            f"from equal inputs the logits differ by up to {difference:.3g}, more than {LARGEST_DIFFERENCE}. The "
+            "export was not written.",
+            code=1,
+        )
+    return f"loaded again: from {INPUTS} equal inputs the logits differ by at most {difference:.1e}"
+
+
+def _logits(model: Loaded | nn.Module, inputs: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return model(inputs).float()
+
 
 FILE = "preprocess.json"
 
@@ -66,24 +156,6 @@ def _steps(info: ModelInfo, augment: Augment) -> list[dict[str, int]]:
     elif (side, size) != (native, native):
         steps.append({"resize": side, "crop": size})
     return steps
-
-
-def prepare(file: Path, rules: dict[str, Any]) -> npt.NDArray[np.float32]:
-    """The model's input for an image file, float32 [channels, size, size], by the rules with Pillow and NumPy alone."""
-    with Image.open(file) as opened:
-        image = ImageOps.exif_transpose(opened).convert(rules["mode"])
-    kernel = Image.Resampling[rules["interpolation"].upper()]
-    for step in rules["steps"]:
-        short = min(image.size)
-        width, height = (int(step["resize"] * side / short) for side in image.size)
-        image = image.resize((width, height), kernel)
-        left, top = (round((side - step["crop"]) / 2) for side in image.size)
-        image = image.crop((left, top, left + step["crop"], top + step["crop"]))
-    pixels = np.asarray(image, np.float32).reshape(rules["size"], rules["size"], -1) / rules["full_scale"]
-    normalised: npt.NDArray[np.float32] = (
-        ((pixels - rules["mean"]) / rules["std"]).astype(np.float32).transpose(2, 0, 1)
-    )
-    return normalised
 
 
 OPSET = 18  # read by onnxruntime from 1.14 on
