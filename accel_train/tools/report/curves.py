@@ -1,4 +1,4 @@
-"""The curves of a run, and how charts are drawn: as SVG that follows the page's light or dark theme.
+"""The curves of a run, and how charts and pages are drawn: charts as SVG that follows the page's light or dark theme.
 
 matplotlib is an optional package, imported only when a plot is drawn.
 """
@@ -12,11 +12,14 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from accel_train import __version__
 from accel_train.errors import needing, one_line
+from accel_train.files import check_writable
 from accel_train.task import LOWER_IS_BETTER, metric_title
 from accel_train.tools.report.records import RunRecords
 
@@ -212,3 +215,26 @@ def best_epoch(run: RunRecords) -> float | None:
     choose = min if metric in LOWER_IS_BETTER else max
     best: float = choose(usable, key=lambda row: float(row[metric]))["epoch"]  # the first one of equal ones
     return best
+
+
+def check_page(option: str, path: Path) -> None:
+    """Raise UserError if the page `path` that the `option` names cannot be written, or Jinja2 is not installed."""
+    with needing("Jinja2 is not installed, so there is no report: pip install 'accel-train[report]'."):
+        import jinja2  # noqa: F401
+    check_writable(option, path)
+
+
+def render(template: str, **content: Any) -> str:
+    """The page of a template, which is named from accel_train/tools: "report/run.html"."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("accel_train", "tools"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        finalize=lambda value: one_line(value) if type(value) is str else value,  # not the page's own markup
+    )
+    now = datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
+    page: str = environment.get_template(template).render(version=__version__, now=now, **content)
+    return page

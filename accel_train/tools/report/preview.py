@@ -27,7 +27,7 @@ from accel_train.records.summary import model_info_of
 from accel_train.run.start import find_start, load_data
 from accel_train.tools.load_run import Preprocessing
 from accel_train.tools.report.curves import import_pyplot
-from accel_train.tools.report.page import image_of_input, input_image
+from accel_train.tools.report.report import image_of_input, input_image
 from accel_train.training_setup import connect
 
 VIEWS = 3

@@ -20,8 +20,7 @@ from typing import Any
 
 from accel_train.errors import one_line
 from accel_train.task import metric_title
-from accel_train.tools.report.curves import Chart, Line, draw
-from accel_train.tools.report.page import render
+from accel_train.tools.report.curves import Chart, Line, draw, render
 from accel_train.tools.report.records import RunRecords, state_of
 
 

@@ -12,7 +12,7 @@ from browser import CHROMIUM, in_browser
 from made_up import made_up_evaluation, made_up_run
 from PIL import Image
 
-from accel_train.tools.report.page import Picture, page_of_run
+from accel_train.tools.report.report import Picture, page_of_run
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"), pytest.mark.slow]
 

@@ -17,8 +17,8 @@ from accel_train.ownership.owner import Owner, publish_owner, write_private
 from accel_train.task import SEVERAL_LABELS
 from accel_train.tools.evaluate_run import accuracy_interval
 from accel_train.tools.report.curves import best_epoch
-from accel_train.tools.report.page import headline, page_of_run
 from accel_train.tools.report.records import read_run, state_of
+from accel_train.tools.report.report import headline, page_of_run
 
 FALLING = [2.0, 1.5, 1.1, 0.8, 0.6, 0.45, 0.35]
 TURNING = [2.0, 1.5, 1.0, 1.2, 1.3, 1.4, 1.5]
