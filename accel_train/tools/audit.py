@@ -47,8 +47,7 @@ SMALL, ALIKE_SMALL = 48, 0.998
 """Images with a side below SMALL pixels must correlate more: in few pixels, different things look alike. With 0.98,
 19,956 pairs of MNIST's digits are alike, all of them different ones; with 0.998 one pair of ones."""
 FLAT = 0.01  # of the largest value: the hash of an image with less contrast says nothing
-BLOCK = 2048  # images that are compared with as many others at a time: 32 MB
-PAIRS = 1 << 13  # whose thumbnails are compared at a time
+BLOCK = 2048  # images that are compared with as many others at a time
 MOST_PAIRS = 1 << 20  # that are kept before they become groups
 UNREADABLE_SHOWN, GROUPS_SHOWN, IMAGES_SHOWN, CLASSES_SHOWN = 10, 3, 3, 10
 
@@ -356,32 +355,24 @@ def equal_images(records: Records) -> Groups:
 def similar_images(records: Records, splits: npt.NDArray[np.int64], white: float = 255.0) -> Groups:
     """The groups of images in different splits that look alike and are not equal.
 
-    `splits`: int64 [n], the split of each image. `white`: the largest value. Of n images not all pairs are compared:
-    hashes that differ in 4 bits have one of 5 parts in common, so only images with a common part are.
+    `splits`: int64 [n], the split of each image, one after the other. `white`: the largest value.
     """
     usable = np.flatnonzero((records["readable"] == 1) & (records["spread"] > FLAT * white))
     keys = np.column_stack([records["pixels"][usable], splits[usable].astype(np.uint64)])
     _, first = np.unique(keys, axis=0, return_index=True)  # of equal images one for each split
     ids = np.sort(usable[first])
-    hashes, pixels, split = records["look"][ids], records["pixels"][ids], splits[ids]
-    small = np.minimum(records["height"], records["width"])[ids] < SMALL
-    thumbnails = records["thumbnail"][ids]
+    images, split = records[ids], splits[ids]
     members = np.arange(len(ids))  # the number of its group, of each image
     pairs: list[npt.NDArray[np.int64]] = []
-    waiting = 0
-    for part in range(DISTANCE + 1):
-        mask = np.uint64(sum(1 << bit for bit in range(part, 64, DISTANCE + 1)))
-        order = np.argsort(hashes & mask, kind="stable")
-        changes = 1 + np.flatnonzero(np.diff(hashes[order] & mask))
-        for together in np.split(order, changes):
-            for left, right in _near(hashes, together):
-                keep = (split[left] != split[right]) & (members[left] != members[right])
-                keep &= (pixels[left] != pixels[right]).any(1) & _alike(thumbnails, small, left, right)
-                if keep.any():
-                    pairs.append(np.stack([left[keep], right[keep]]))
-                    waiting += int(keep.sum())
-                if waiting > MOST_PAIRS:
-                    members, pairs, waiting = _joined(members, pairs), [], 0
+    for start in range(0, len(ids), BLOCK):
+        later = int(np.searchsorted(split, split[start], side="right"))  # the first image of the next split
+        for begin in range(later, len(ids), BLOCK):
+            left, right = _alike(images[start : start + BLOCK], images[begin : begin + BLOCK])
+            left, right = left + start, right + begin
+            keep = (split[left] != split[right]) & (members[left] != members[right])
+            pairs.append(np.stack([left[keep], right[keep]]))
+            if sum(part.shape[1] for part in pairs) > MOST_PAIRS:
+                members, pairs = _joined(members, pairs), []
     return _grouped(ids, _joined(members, pairs))
 
 
@@ -392,40 +383,24 @@ def _grouped(ids: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Grou
     return sorted((group for group in groups if len(group) > 1), key=lambda group: int(group[0]))
 
 
-def _near(
-    hashes: npt.NDArray[np.uint64], together: npt.NDArray[np.int64]
-) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield the pairs of the images `together` whose hashes are near, some of them at a time."""
-    for start in range(0, len(together), BLOCK):
-        rows = together[start : start + BLOCK]
-        for begin in range(start, len(together), BLOCK):
-            columns = together[begin : begin + BLOCK]
-            near = _bits(hashes[rows][:, None] ^ hashes[columns][None]) <= DISTANCE
-            if begin == start:
-                near = np.triu(near, 1)
-            left, right = np.nonzero(near)
-            for at in range(0, len(left), PAIRS):
-                yield rows[left[at : at + PAIRS]], columns[right[at : at + PAIRS]]
+def _alike(one: Records, other: Records) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The pairs of an image of `one` and an image of `other` that look alike and are not equal: the place of each."""
+    near = _signs(one["look"]) @ _signs(other["look"]).T >= 64 - 2 * DISTANCE
+    rows, columns = np.flatnonzero(near.any(1)), np.flatnonzero(near.any(0))
+    one, other = one[rows], other[columns]
+    thumbnails, others = one["thumbnail"].astype(np.float32), other["thumbnail"].astype(np.float32)
+    lengths = np.sqrt(np.outer(np.square(thumbnails).sum(1), np.square(others).sum(1)))
+    small, others_small = (np.minimum(part["height"], part["width"]) < SMALL for part in (one, other))
+    limit = np.where(small[:, None] | others_small, ALIKE_SMALL, ALIKE)
+    alike = near[np.ix_(rows, columns)] & (thumbnails @ others.T >= limit * lengths)
+    alike &= (one["pixels"][:, None] != other["pixels"]).any(2)
+    left, right = np.nonzero(alike)
+    return rows[left], columns[right]
 
 
-def _bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
-    """How many bits of each value are 1. (NumPy has bitwise_count since version 2.)"""
-    counts = np.unpackbits(values[..., None].view(np.uint8), axis=-1).sum(-1, dtype=np.uint8)
-    return counts if not hasattr(np, "bitwise_count") else np.bitwise_count(values)
-
-
-def _alike(
-    thumbnails: npt.NDArray[np.int8],
-    small: npt.NDArray[np.bool_],
-    left: npt.NDArray[np.int64],
-    right: npt.NDArray[np.int64],
-) -> npt.NDArray[np.bool_]:
-    """bool [n]: whether the thumbnails of each pair correlate enough."""
-    one, other = thumbnails[left].astype(np.float32), thumbnails[right].astype(np.float32)
-    lengths = np.sqrt(np.square(one).sum(1) * np.square(other).sum(1))
-    limit = np.where(small[left] | small[right], ALIKE_SMALL, ALIKE)
-    alike: npt.NDArray[np.bool_] = (one * other).sum(1) >= limit * lengths
-    return alike
+def _signs(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """float32 [n, 64]: 1 and -1 for the bits of each hash. The product of two is 64 less twice the bits that differ."""
+    return 2 * np.unpackbits(hashes[:, None].view(np.uint8), axis=1).astype(np.float32) - 1
 
 
 def _joined(members: npt.NDArray[np.int64], pairs: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:

@@ -20,7 +20,7 @@ from typing import Any
 from accel_train import __version__
 from accel_train.errors import needing, one_line
 from accel_train.files import check_writable
-from accel_train.task import LOWER_IS_BETTER, metric_title
+from accel_train.task import metric_title
 from accel_train.tools.report.records import RunRecords
 
 # matplotlib draws with these placeholders, which are then replaced by the page's CSS variables.
@@ -199,22 +199,9 @@ def _over_updates(run: RunRecords, name: str) -> Line:
 
 
 def best_epoch(run: RunRecords) -> float | None:
-    """The epoch of the best evaluation of the validation split, as the trainer decides: the first of equal ones, and
-    only with a finite loss. None without a validation split, or if it is not known whether the metric should be low or
-    high."""
-    split, rows = run.held_out
-    metric = run.config.best_metric or run.info.task.best_metric
-    known = {metric.name: metric for metric in run.metrics}
-    if split != "val" or metric not in known:
-        return None
-    usable = [row for row in rows if row.get(metric) is not None and row.get("loss") is not None]
-    if known[metric].chosen and metric not in LOWER_IS_BETTER:  # only the run itself knows which values are better
-        usable = [row for row in usable if row.get("update") == run.result.get("best_update")]
-    if not usable:
-        return None
-    choose = min if metric in LOWER_IS_BETTER else max
-    best: float = choose(usable, key=lambda row: float(row[metric]))["epoch"]  # the first one of equal ones
-    return best
+    """The epoch of the validation split's best evaluation, as result.json has it; None for a run that has not ended."""
+    best = run.result.get("best_update")
+    return next((row["epoch"] for row in run.evaluations("val", "model") if row["update"] == best), None)
 
 
 def check_page(option: str, path: Path) -> None:

@@ -62,16 +62,6 @@ class RunRecords:
         found = self.of_kind("eval")
         return [line for line in found if (line.get("split"), line.get("weights")) == (split, weights)]
 
-    @cached_property
-    def held_out(self) -> tuple[str, list[Row]]:
-        """The split that was evaluated during training, "val" or "test", and its evaluations, one an epoch, of the EMA
-        if there is one; "" and [] if there is none. The trainer decides by the same weights."""
-        for split in ("val", "test"):
-            rows = self.evaluations(split, "ema") or self.evaluations(split, "model")
-            if rows:
-                return split, [*{row["epoch"]: row for row in rows}.values()]
-        return "", []
-
     def newest_evaluation(self, weights: str) -> tuple[str, Row]:
         """ "test", or else "val", and the newest eval line of this split and of "model" or "ema"; "" and {} if there is
         none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ def made_up_run(
         lines.append(row | {"lr": 0.1, "images_per_second": 500.0, "data_wait_fraction": 0.1})
     done = len(train) or 1
     result = {"epochs": done, "updates": 10 * done, "stopped_by": "epochs", "images_per_second": 500.0}
+    if val:
+        result["best_update"] = 10 * (1 + min(range(len(val)), key=lambda epoch: val[epoch] or math.inf))
     return RunRecords(
         Path("there is no such folder"),
         config or Config(epochs=done, recipe="digits"),

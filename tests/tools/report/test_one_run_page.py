@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
 
@@ -47,17 +46,13 @@ def test_the_main_metric_comes_first_and_with_its_interval() -> None:
     assert headline(made_up_run(), {}) == ""
 
 
-@pytest.mark.parametrize(
-    ("val", "config", "best"),
-    [
-        (TURNING, Config(best_metric="loss"), 3),
-        (FALLING, Config(), 7),
-        ([1.0, None, 0.9, None], Config(), 3),
-        (TURNING, Config(metrics=("mine.py:odd",), best_metric="odd"), None),
-    ],
-)
-def test_the_best_epoch_is_that_of_the_trainer(val: Sequence[float | None], config: Config, best: int | None) -> None:
-    assert best_epoch(made_up_run(train=[1.0] * len(val), val=val, config=config)) == best
+def test_the_best_epoch_is_that_of_the_trainer() -> None:
+    run = made_up_run(train=FALLING, val=TURNING)
+    assert best_epoch(run) == 3
+    run.result["best_update"] = 50  # by another metric
+    assert best_epoch(run) == 5
+    del run.result["best_update"]
+    assert best_epoch(run) is None
 
 
 def test_a_class_has_its_images_of_each_split_and_an_interval() -> None:
