@@ -118,7 +118,6 @@ def import_libraries(config: Config) -> None:
         ("timm", "model.name", is_timms(config.model.name)),
         ("torchvision", "model.name", config.model.name.startswith(TORCHVISION)),
         ("timm", "optim", needs_timm(config.optim)),
-        ("timm", "ema.enabled", config.ema.enabled),
         ("torchvision", "augment.policy", config.augment.policy != "none"),
     )
     for library, option, is_needed in needs:

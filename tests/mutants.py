@@ -277,7 +277,7 @@ MUTANTS = [
            "optim/test_optim.py", "gradients are clipped in the way that was asked for"),
     Mutant("optim/optimizer.py", "heads = required_classifier(model, \"--optim.clip-mode agc\") if adaptive else ()", "heads = ()",
            "optim/test_optim.py", "AGC leaves the classifier alone"),
-    Mutant("optim/ema.py", "        ema.update(model, step=updates)", "        ema.update(model, step=updates + 1)",
+    Mutant("optim/ema.py", "if updates - 1 > ema.copied", "if updates > ema.copied",
            "optim/test_schedules_of_others.py", "after the first update the EMA is the weights"),
     Mutant("optim/schedule.py", "milestone * epoch + 1 <= t + 1 for", "milestone * epoch <= t + 1 for",
            "optim/test_optim.py", "a milestone falls on the first update of its epoch"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import os
 import re
@@ -73,15 +72,6 @@ def test_a_nonfinite_value_sets_the_flag_and_no_value_changes(value: float, expe
     compat.flag_nonfinite(tensors, flag, torch.ones(()))
     assert flag.item() == expected
     assert all(torch.equal(tensor, copy) or value != value for tensor, copy in zip(tensors, copies, strict=True))
-
-
-def test_timms_ema_still_calls_the_method_that_is_replaced() -> None:
-    from timm.utils import ModelEmaV3
-
-    assert "self.apply_update_(" in inspect.getsource(ModelEmaV3.update)
-    assert list(inspect.signature(ModelEmaV3.apply_update_).parameters) == ["self", "model", "decay"]
-    assert "foreach" in inspect.signature(ModelEmaV3.__init__).parameters
-    assert hasattr(ModelEmaV3, "_foreach_lerp_") or hasattr(torch, "_foreach_lerp_")
 
 
 def test_only_a_backward_pass_has_a_number() -> None:

@@ -1,16 +1,15 @@
-"""The exponential moving average (EMA) of the weights, kept by timm. Imported only by a run that has one."""
+"""The exponential moving average (EMA) of the weights, with timm's values to the bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import copy
 
 import torch
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accel_train.config.schema import Ema as EmaOptions
+from accel_train.errors import UserError
 
 
 def create_ema(
@@ -18,43 +17,29 @@ def create_ema(
 ) -> Ema:
     """The EMA of the weights and buffers of `model` (unwrapped, on its device).
 
-    After each update call `update_ema`. Its `.module` is the averaged model.
+    After each update call `update_ema`. Raises UserError if the weights have half precision.
     """
+    if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters()):
+        raise UserError(
+            "ema.enabled: the model's weights have half precision, in which an average hardly moves. Keep them in "
+            "float32, and compute in half precision with accelerate launch --mixed_precision bf16."
+        )
     # torchvision's references/classification/train.py; its batch_size * world_size is batch_size here.
     scale = batch_size * ema.every_updates / epochs if ema.scale_decay else 1.0
     decay = 1 - min(1.0, (1 - ema.decay) * scale) if ema.scale_decay else ema.decay
-    copied = round(ema.after_epochs * updates_per_epoch)
-    result = Ema(model, decay=decay, update_after_step=copied)
-    result.every, result.updates_per_epoch = ema.every_updates, updates_per_epoch
-    return result
+    return Ema(model, decay, ema.every_updates, updates_per_epoch, round(ema.after_epochs * updates_per_epoch))
 
 
-class Ema(ModelEmaV3):  # type: ignore[misc]
-    """timm's EMA, but it copies all counters (BatchNorm's batches) at once, not one by one.
+class Ema:
+    """The averaged model, `module`, and when it is updated: `every` so many updates, counted in each epoch."""
 
-    That saves 20 kernels per update of ResNet-18 on a GPU. It overrides `apply_update_` of timm's ModelEmaV3 and uses
-    its `_foreach_lerp_`, or torch's where timm calls that itself (checked with timm 1.0.27 and 1.0.31;
-    tests/test_compat.py fails if they change).
-    """
-
-    every = updates_per_epoch = 1
-
-    def apply_update_(self, model: Any, decay: float) -> None:
-        if not self.foreach:
-            super().apply_update_(model, decay)
-            return
-        means: tuple[list[Tensor], list[Tensor]] = [], []
-        counters: tuple[list[Tensor], list[Tensor]] = [], []
-        for pair in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
-            lists = means if pair[0].is_floating_point() else counters
-            lists[0].append(pair[0])
-            lists[1].append(pair[1])
-        lerp = getattr(self, "_foreach_lerp_", None) or torch._foreach_lerp_
-        lerp(*means, weight=1.0 - decay)
-        if counters[0]:
-            torch._foreach_copy_(*counters)
+    def __init__(self, model: nn.Module, decay: float, every: int, updates_per_epoch: int, copied: int) -> None:
+        """`copied`: so many updates, and the one after them, set the EMA to the weights."""
+        self.module = copy.deepcopy(model).eval()
+        self.decay, self.every, self.updates_per_epoch, self.copied = decay, every, updates_per_epoch, copied
 
 
+@torch.no_grad()
 def update_ema(ema: Ema, model: nn.Module, updates: int) -> None:
     """Update the EMA with the weights of `model` (unwrapped), if update number `updates`, from 1, is one at which it is
     updated. After the first update it equals the weights.
@@ -63,26 +48,17 @@ def update_ema(ema: Ema, model: nn.Module, updates: int) -> None:
     """
     if (updates - 1) % ema.updates_per_epoch % ema.every:
         return
-    if (generator := getattr(ema, "_sr_generator", None)) is not None:
-        # timm rounds bfloat16 weights at random. Its generator's state is in no checkpoint: a run that goes on would
-        # round otherwise.
-        generator.manual_seed(updates)
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        ema.foreach = False  # one tensor at a time, so that the complete tensors are never all in memory
-        ema.update(_Whole(model), step=updates)
-    else:
-        ema.update(model, step=updates)
-
-
-class _Whole:
-    """The part of a model's interface that the EMA uses; returns FSDP2's split tensors complete."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def state_dict(self) -> _Whole:
-        return self
-
-    def values(self) -> Iterator[Tensor]:
-        for tensor in self.model.state_dict().values():
-            yield tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    weight = 1.0 - (ema.decay if updates - 1 > ema.copied else 0.0)
+    means: tuple[list[Tensor], list[Tensor]] = [], []
+    counters: tuple[list[Tensor], list[Tensor]] = [], []
+    for mean, value in zip(ema.module.state_dict().values(), model.state_dict().values(), strict=True):
+        if isinstance(value, DTensor):  # one at a time, so that the complete tensors are never all in memory
+            mean.lerp_(value.full_tensor(), weight)
+            continue
+        lists = means if mean.is_floating_point() else counters
+        lists[0].append(mean)
+        lists[1].append(value)
+    if means[0]:
+        torch._foreach_lerp_(*means, weight=weight)
+    if counters[0]:  # BatchNorm's batches: all at once saves 20 kernels per update of ResNet-18 on a GPU
+        torch._foreach_copy_(*counters)

@@ -118,7 +118,7 @@ class Run:
             setup.optimizer,
             lease,
             samples=len(setup.splits.train),
-            ema=setup.ema and setup.ema.module,
+            ema=None if setup.ema is None else setup.ema.module,
             schedule=setup.schedule,
             table=setup.splits.table,
         )

@@ -14,7 +14,7 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 from accel_train.cli import dispatch
-from accel_train.config.schema import Augment, Config, Ema, Model, Optim
+from accel_train.config.schema import Augment, Config, Model, Optim
 from accel_train.errors import UserError
 from accel_train.optim.optimizer import TORCHS, create_optimizer
 from accel_train.training_setup import import_libraries
@@ -90,7 +90,6 @@ def test_the_ordinary_end_is_for_trackers_own_code_threads_and_profilers(monkeyp
     [
         (Config(optim=Optim(name="lamb")), "timm"),
         (Config(optim=Optim(clip=1.0, clip_mode="agc")), "timm"),
-        (Config(ema=Ema(enabled=True)), "timm"),
         (Config(model=Model(name="resnet18")), "timm"),
         (Config(model=Model(name="torchvision/resnet18")), "torchvision"),
         (Config(augment=Augment(policy="randaugment")), "torchvision"),
