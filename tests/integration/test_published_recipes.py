@@ -329,7 +329,7 @@ def test_updates_are_those_of_the_source(name: str, monkeypatch: pytest.MonkeyPa
                 average = source.average(epoch, number, per_epoch)
                 assert (average is None) == (setup.ema is None)
                 if average is not None:
-                    kept = dict(setup.ema.module.named_parameters())
+                    kept: dict[str, Tensor] = dict(setup.ema.module.named_parameters())
                     close(kept, dict(average.named_parameters()), "EMA of")
                 if epoch > 0 or number == 1:
                     break
