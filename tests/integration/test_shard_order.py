@@ -58,7 +58,7 @@ def test_the_same_bits_on_any_number_of_processes_also_after_a_kill(tmp_path: Pa
     helpers.go_back_to(8, run)  # of the 12 of the first epoch: so that it is always in its middle
     resumed = helpers.run(*words, "--output-dir", run, processes=3)
     assert resumed.returncode == 0, resumed.stderr
-    assert re.search("continuing after update [2-8], in epoch 1.*, on 3 processes", resumed.stdout)
+    assert re.search("continuing after update [2-8], in epoch 1", resumed.stdout)
     assert (run / "model.safetensors").read_bytes() == models[0]
     assert [line["count"] for line in helpers.lines_of(run, "eval", "train")] == [540, 540]
 
