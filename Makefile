@@ -1,4 +1,4 @@
-# make train   set up everything (virtual environment, installation), train for real once and write a report
+# make train   set up everything (virtual environment, installation), train for real once, evaluate, and write a report
 # make test    the same setup plus what the tests need, then run the tests, in parallel (FULL=1: also longer ones that
 #              show a promise, as .ci/run does; SLOW=1: all, as each night)
 # make lint    check formatting, lint, types
@@ -23,7 +23,8 @@ install = { ! $(BIN)/python -m pip config list | grep -qE '\.(index-url|no-index
 
 train: $(VENV)/.installed
 	@set -x; run=runs/digits/$$(date +%Y-%m-%d_%H-%M-%S) && \
-	$(BIN)/accel-train train digits --output-dir $$run && $(BIN)/accel-train report $$run
+	$(BIN)/accel-train train digits --output-dir $$run && $(BIN)/accel-train evaluate $$run && \
+	$(BIN)/accel-train report $$run
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SLOW),-m "slow or not slow",$(if $(FULL),-m "not slow")) $(ARGS)

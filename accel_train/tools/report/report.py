@@ -26,6 +26,7 @@ from accel_train.files import atomic_write
 from accel_train.launch.environment import Launch
 from accel_train.records.cost import cost_of, cost_text, read_starts
 from accel_train.records.model_info import ModelInfo
+from accel_train.records.summary import typed_program
 from accel_train.task import metric_title
 from accel_train.tools.evaluate_run import (
     CLASS_METRICS,
@@ -88,7 +89,7 @@ def report(
         evaluation = _evaluation_of(runs[0], notes)
     images = _images_of(runs[0], evaluation, notes, trust_code=trust_code)
     with _of_records(*paths):
-        worst = [] if images is None else worst_images(evaluation, runs[0].info, *images)
+        worst = [] if images is None else pictures_of_worst(evaluation, runs[0].info, *images)
         page = page_of_run(runs[0], evaluation, worst, notes)
     with writing("--output", output):
         atomic_write(output, page)
@@ -121,15 +122,18 @@ def _of_records(*runs: Path) -> Iterator[None]:
 
 def _evaluation_of(run: RunRecords, notes: list[str]) -> dict[str, Any]:
     """What `accel-train evaluate` has measured on the test split, or else on the validation split; {} if nothing.
-    `notes` says what to type if it is missing, or older than the weights."""
+    `notes` says what to type if it is missing, older than the weights, or of a checkpoint of a run that has ended."""
     splits = ["test", "val"] if run.evaluations("test", "model") or not run.evaluations("val", "model") else ["val"]
-    line = f"accel-train evaluate {shlex.quote(str(run.path))}" + (" --split val" if splits == ["val"] else "")
+    line = f"{typed_program()} evaluate {shlex.quote(str(run.path))}" + (" --split val" if splits == ["val"] else "")
     records = (read_json_object(run.path / f"evaluation-{split}.json") for split in splits)
     evaluation = next((record for record in records if record), {})
     if not evaluation:
         notes.append(f"The model has not been evaluated. More metrics, the classes and the worst images need: {line}")
     elif datetime.fromisoformat(evaluation["time"]).timestamp() < run.status.get("time", 0) - 1:  # whole seconds
         notes.append(f"The run has trained since it was evaluated. To evaluate it again: {line}")
+    evaluated = [Path(evaluation[name]["weights"]) for name in ("model", "ema") if name in evaluation]
+    if run.result and (others := [file for file in evaluated if file.parent != Path()]):  # the final ones are in RUN
+        notes.append(f"The evaluation is of {others[0]}, not of the final weights. To evaluate these: {line}")
     return evaluation
 
 
@@ -163,7 +167,7 @@ class Picture:
     true: str
 
 
-def worst_images(evaluation: Row, info: ModelInfo, config: Config, source: Source) -> list[Picture]:
+def pictures_of_worst(evaluation: Row, info: ModelInfo, config: Config, source: Source) -> list[Picture]:
     """The worst images that an evaluation names. `source`: the split of which they are. Images that cannot be read, or
     that have another name there, are left out."""
     preprocessing, pictures = Preprocessing(info, config.augment), list[Picture]()

@@ -21,6 +21,7 @@ from sklearn.metrics import precision_recall_fscore_support as figures_of_classe
 
 from accel_train import cli
 from accel_train.errors import COMMANDS, one_line
+from accel_train.records.summary import typed_program
 from accel_train.tools.evaluate_run import softmax
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -147,7 +148,7 @@ def test_starts_and_differences_from_the_recipe_are_there(tmp_path: Path, capsys
     (run / "starts.json").write_text(json.dumps(starts))
     assert cli.main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
-    line = f"accel-train evaluate {run}"
+    line = f"{typed_program()} evaluate {run}"
     assert line in page and line in capsys.readouterr().out.replace("\n", "") and 'id="worst"' not in page
     differs = {row[0]: row[1:] for row in rows(section(page, "configuration").partition("<details>")[0])}
     assert differs["optim.lr"] == ["0.05", "0.02"] and differs["schedule.name"] == ["cosine", "constant"]
@@ -163,6 +164,18 @@ def test_it_says_when_the_evaluation_is_older_than_the_weights(run: Path, page: 
     (copy / "status.json").write_text(json.dumps(status | {"time": time.time() + 60}))
     assert cli.main(["report", str(copy)]) == 0
     assert "The run has trained since it was evaluated." in (copy / "report.html").read_text()
+
+
+@pytest.mark.ci
+def test_it_says_when_the_evaluation_is_of_a_checkpoint(run: Path, page: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    assert "not of the final weights" not in page
+    record = json.loads((copy / "evaluation-test.json").read_text())
+    record["model"]["weights"] = "checkpoints/update-00000001/model.safetensors"
+    (copy / "evaluation-test.json").write_text(json.dumps(record))
+    assert cli.main(["report", str(copy)]) == 0
+    said = "The evaluation is of checkpoints/update-00000001/model.safetensors, not of the final weights."
+    assert said in (copy / "report.html").read_text()
 
 
 def test_images_of_other_data_are_not_shown(run: Path, page: str, tmp_path: Path) -> None:
@@ -199,7 +212,7 @@ def test_a_run_without_data_and_a_stopped_one_have_a_report_too(run: Path, page:
     for name in ("result.json", "evaluation-test.json", "environment.json", "metrics.jsonl"):
         (copy / name).unlink()
     assert cli.main(["report", str(copy)]) == 0
-    assert f"need: accel-train evaluate {copy}" in (copy / "report.html").read_text()
+    assert f"need: {typed_program()} evaluate {copy}" in (copy / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("module", "name"), [("jinja2", "Jinja2"), ("matplotlib", "matplotlib")])
