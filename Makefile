@@ -61,7 +61,7 @@ bench: $(VENV)/.installed-bench
 
 # Where there is no virtual environment, a Python that has the packages will do: borrowed machines are often offline.
 gpu:
-	@if [ ! -x $(BIN)/python ] && $(PYTHON) -c "import torch, torchvision, accelerate, timm, rich, pytest, hypothesis"; \
+	@if [ ! -x $(BIN)/python ] && $(PYTHON) -c "import torch, torchvision, accelerate, timm, shtab, rich, pytest, hypothesis"; \
 	then $(PYTHON) benchmarks/gpu.py $(ARGS); \
 	else $(MAKE) --no-print-directory $(VENV)/.installed-bench $(VENV)/.installed-test && $(BIN)/python benchmarks/gpu.py $(ARGS); fi
 

@@ -33,6 +33,7 @@ COMMANDS = {  # name -> (its module in this folder, imported when it is needed; 
     "find-lr": ("recipes", "train with growing learning rates, and draw the loss over them"),
     "init": ("recipes", "write config files, job scripts and a commented recipe into a folder"),
     "recipes": ("recipes", "list the recipes, or print one"),
+    "completion": ("help", "complete commands and options with Tab in your shell"),
     "check-data": ("data", "find unreadable images, duplicates and empty classes in a dataset"),
     "shards": ("data", "write a dataset as WebDataset shards: its files, smaller images, or pixels"),
 }

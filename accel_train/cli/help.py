@@ -1,7 +1,7 @@
-"""The help of every command: an argparse parser from the declarations of the options.
+"""The help of every command, and what Tab offers: an argparse parser from the declarations of the options.
 
-The parser only shows options. config/options.py reads them: it says all mistakes of a line at once, and what a misspelt
-option may mean.
+The parser shows options and completes them. config/options.py reads them: it says all mistakes of a line at once, and
+what a misspelt option may mean.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from accel_train.cli.dispatch import command_class
-from accel_train.config.options import NEUTRAL_IN_WORDS
+from accel_train.cli.dispatch import COMMANDS, command_class
+from accel_train.config.declaration import Word
+from accel_train.config.options import NEUTRAL_IN_WORDS, CommandOptions, parse_command
 from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import (
     UNIONS,
@@ -124,9 +126,10 @@ def groups() -> dict[str, list[str]]:
 
 def _add_words(parser: argparse.ArgumentParser, cls: Any) -> None:
     for name, (kind, word) in positional_words(cls).items():
+        takes = recipe_names() if word.metavar in ("RECIPE", "[NAME]") else choices(kind)
         many = "*" if takes_many_values(kind) else None
         text = help_texts(cls)[name.replace("_", "-")].replace("%", "%%")
-        parser.add_argument(name, metavar=word.metavar, nargs=many, help=text)
+        parser.add_argument(name, metavar=word.metavar, nargs=many, help=text, choices=takes or None, type=_type(kind))
 
 
 def _add_options(group: Any, cls: Any, keys: Iterable[str]) -> None:
@@ -136,7 +139,17 @@ def _add_options(group: Any, cls: Any, keys: Iterable[str]) -> None:
         for name in key.replace("-", "_").split("."):
             default = getattr(default, name, None)
         text = help_texts(cls)[key] + (f" (default: {written(default)})" if default is not None else "")
-        group.add_argument(f"--{key}", metavar=form(kind), help=one_line(text).replace("%", "%%"))
+        group.add_argument(
+            f"--{key}",
+            metavar=form(kind),
+            help=one_line(text).replace("%", "%%"),
+            choices=("true", "false") if kind is bool else choices(kind) or None,
+            type=_type(kind),
+        )
+
+
+def _type(kind: Any) -> type[Any]:
+    return Path if Path in (kind, *typing.get_args(kind)) else str
 
 
 @cache
@@ -180,3 +193,62 @@ def form(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         return f"{form(parts[0])} …" if parts[-1] is ... else " ".join(map(form, parts))
     return {bool: "true|false", int: "INT", float: "NUMBER", Path: "PATH", str: "TEXT"}[kind]
+
+
+# --- completion ------------------------------------------------------------------------------------------
+
+RECIPES = {
+    "bash": '_accel_train_recipes() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}',
+    "zsh": "_accel_train_recipes() {{ _alternative 'recipes:recipe:({names})' 'files:file:_files' }}",
+}
+"""What completes a recipe: the names of the packaged ones, and files."""
+
+
+@dataclass(frozen=True)
+class Completion(CommandOptions):
+    """Print the shell script that lets Tab complete commands, recipes, options and values.
+
+    bash: put this line into ~/.bashrc: eval "$(accel-train completion bash)"
+
+    zsh: put this line into ~/.zshrc, after compinit: eval "$(accel-train completion zsh)"
+    """
+
+    shell: Annotated[Literal["bash", "zsh"], Word("bash|zsh")]
+    """The shell."""
+
+
+def completion(arguments: Sequence[str]) -> int:
+    """Run `accel-train completion`: print the script for a shell. Return the exit code."""
+    import shtab
+
+    shell = parse_command(Completion, arguments)[0].shell
+    preamble = RECIPES[shell].format(names=" ".join(recipe_names()))
+    print(shtab.complete(_whole_parser(shtab.FILE), shell, preamble=preamble))
+    return 0
+
+
+def _whole_parser(file: Any) -> argparse.ArgumentParser:
+    """Return the parser of all commands. `file`: what shtab completes a path with."""
+    whole = argparse.ArgumentParser(prog="accel-train", add_help=False)
+    commands = whole.add_subparsers()
+    for command, (_, summary) in COMMANDS.items():
+        parser = commands.add_parser(command, help=summary, add_help=False)
+        beginnings = ("",)
+        if command == "train":
+            parser.add_argument("recipe", metavar="RECIPE", help="", choices=recipe_names())
+            parser.add_argument("--help", nargs="?", help="show the options", choices=[*groups()])
+        else:
+            cls = command_class(command)
+            beginnings = cls.TRAIN_OPTIONS
+            _add_words(parser, cls)
+            _add_options(parser, cls, option_types(cls))
+            parser.add_argument("--help", nargs="?", help="show the options", choices=[""])
+        own = {action.option_strings[-1] for action in parser._actions if action.option_strings}
+        keys = [key for key in option_types() if key.startswith(beginnings) and f"--{key}" not in own]
+        _add_options(parser, Config, keys)
+        for action in parser._actions:
+            if action.choices == recipe_names():
+                action.complete = dict.fromkeys(RECIPES, "_accel_train_recipes")  # type: ignore[attr-defined]
+            elif action.type is Path:
+                action.complete = file  # type: ignore[attr-defined]
+    return whole

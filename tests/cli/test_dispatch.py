@@ -39,7 +39,7 @@ def accel_train(
     "words",
     [
         ["--help"], ["train", "--help"], ["evaluate", "--help"], ["predict", "-h"], ["recipes", "--help"],
-        ["check-data", "--help"], ["after-job", "--help"], ["submit", "--help"],
+        ["check-data", "--help"], ["completion", "--help"], ["after-job", "--help"], ["submit", "--help"],
         ["shards", "--help"],
     ],
 )  # fmt: skip
@@ -73,6 +73,7 @@ def test_help_lists_each_command_with_a_line() -> None:
          "--data.rot: unknown option (command line). Did you mean 'data.root'?"),
         (["evaluate", "no/run"],
          "no/run: not a run, because there is no such folder; give the folder that training wrote (runs/RECIPE/…)."),
+        (["completion", "csh"], "SHELL: expected one of bash, zsh, found 'csh'."),
         (["after-job", "x"], "CODE: expected a whole number, found 'x'."),
         (["predict", "{run}", "a.png"], "a.png: no such image or folder."),
         (["predict", "{run}", "{run}", "--top-k=0"],
