@@ -167,7 +167,6 @@ def check_resize(augment: Augment, size: int) -> None:
 
 
 NAMED = {
-    "tar": "a tar file or a folder of them",
     "wds": "the folder of the shards",
     "hfds/parquet": "a folder of Parquet files",
 }
@@ -183,15 +182,18 @@ def check_root(data: Data) -> None:
         return
     if kind == "digits" and root != Data().root:
         # Whoever names own data and leaves out the name, whose default is digits, must not get a model of digits.
-        own = {".csv": "csv", ".tar": "tar"}.get(root.suffix.lower(), "folder")
+        own = "csv" if root.suffix.lower() == ".csv" else "folder"
         raise UserError(
             f"--data.root {root}: --data.name is digits, which come with the package and are not read from there. "
             f"For your own data give its kind, too: --data.name {own}."
         )
     if kind == "folder" and not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "does not exist"
-        table = " To train on a table, give --data.name csv." if root.suffix.lower() == ".csv" else ""
-        raise UserError(f"--data.root {root} {what}; name the folder that holds train/ or the class folders.{table}")
+        hint = {".csv": " To train on a table, give --data.name csv.", ".tar": " Unpack a tar file first."}
+        raise UserError(
+            f"--data.root {root} {what}; name the folder that holds train/ or the class folders."
+            f"{hint.get(root.suffix.lower(), '')}"
+        )
     if kind == "csv" and not root.is_file():
         what = "is not a regular file" if root.exists() else "does not exist"
         raise UserError(f"--data.root {root} {what}; name a CSV file.")

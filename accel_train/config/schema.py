@@ -82,10 +82,10 @@ class Origin:
 class Data:
     name: Annotated[str, DECIDES_SAMPLES] = "digits"
     """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, csv (data.root is the table), synthetic,
-    tar, wds, torch/NAME, hfds/NAME, or your own FILE.py:FUNCTION."""
+    wds, torch/NAME, hfds/NAME, or your own FILE.py:FUNCTION."""
     root: Annotated[Path, Free("the next machine may keep the same data in another folder")] = Path("data")
-    """Folder of the dataset, a table, or the folder torchvision downloads to; tar, wds, hfds/parquet: also the URL
-    of a folder or of files: s3://bucket/train, https://host/train-{0000..0127}.tar, hf://datasets/user/name."""
+    """Folder of the dataset, a table, or the folder torchvision downloads to; wds, hfds/parquet: also the URL of
+    a folder or of files: s3://bucket/train, https://host/train-{0000..0127}.tar, hf://datasets/user/name."""
     val_fraction: Annotated[float, PART, DECIDES_SAMPLES] = 0.0
     """Fraction of the training samples for validation, if the dataset has no such split."""
     test_fraction: Annotated[float, PART, DECIDES_SAMPLES] = 0.0
@@ -100,7 +100,7 @@ class Data:
     """shuffle: each training sample once an epoch; balanced: draw each class equally often, in an epoch of the same
     length."""
     order: Annotated[Literal["full", "shards"], DECIDES_SAMPLES] = "full"
-    """full: random over the whole set; shards (for tar and wds): open a few shards at a time and shuffle among
+    """full: random over the whole set; shards (for wds): open a few shards at a time and shuffle among
     these, for data on a network file system or in an object store (docs/large_data.md)."""
     open_shards: Annotated[int, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES] = 128
     """data.order=shards: how many shards are mixed at a time."""
@@ -118,7 +118,7 @@ class Data:
     ] = "auto"
     """Where images are kept: device memory, host memory or disk; auto: the fastest with enough room."""
     stage: Annotated[Path | None, Free("where the files are copied to, not what is in them")] = None
-    """tar, wds, hfds/parquet: copy the files of data.root, a URL or a slow path, to this folder on a disk of the node
+    """wds, hfds/parquet: copy the files of data.root, a URL or a slow path, to this folder on a disk of the node
     before the training, and keep them; default for a URL: the job's local directory, else ~/.cache/accel_train."""
     reduced_decode: bool = True
     """In training, decode JPEGs of at least twice the needed size at a reduced size, which is faster."""

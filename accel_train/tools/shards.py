@@ -42,7 +42,7 @@ from accel_train.launch.process import available_cores
 from accel_train.tools.pool import ProgressDisplay, in_processes, jobs_of
 
 CHUNK = 16  # images of one job: those of a camera have some megabytes each, and several jobs wait for their turn
-OF_FILES = ("folder", "csv", "tar", "wds")  # data that would find the shards among its own files
+OF_FILES = ("folder", "csv", "wds")  # data that would find the shards among its own files
 WORTH_A_PROCESS = 1000  # images to copy; to start one takes some seconds
 SHORT_SIDE = 256
 """Of images that are made smaller, in pixels."""

@@ -25,7 +25,6 @@ from accel_train.checkpoint.directory import BrokenError, checkpoint_path, list_
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.cli import main
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.tars import tar
 from accel_train.data.sources.files.webdataset import webdataset
 from accel_train.errors import UserError
 from accel_train.files import sha256
@@ -300,11 +299,11 @@ LONG_NAME = long_name()
 def test_a_tar_file_that_nobody_packed(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "train.tar").write_bytes(content)
     with pytest.raises(UserError, match=message):
-        tar(Data("tar", root=tmp_path / "train.tar"))
+        webdataset(Data("wds", root=tmp_path))
     (tmp_path / "train.tar").unlink()
     os.mkfifo(tmp_path / "train.tar")
     with pytest.raises(UserError, match="a pipe, not a regular file"):
-        tar(Data("tar", root=tmp_path))
+        webdataset(Data("wds", root=tmp_path))
 
 
 @pytest.mark.parametrize("label", ["²", "9" * 30, "1000000", "-1", "x" * 10**6])

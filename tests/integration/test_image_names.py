@@ -35,13 +35,11 @@ def words(root: Path, run: Path, *others: object) -> list[str]:
     return [*line.split(), "--data.root", str(root), "--output-dir", str(run), *map(str, others)]
 
 
-def test_folders_tar_files_and_shards_take_the_same_kinds(tmp_path: Path) -> None:
+def test_folders_and_shards_take_the_same_kinds(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         for suffix, format in KINDS.items():
             write(tmp_path / "images" / folder / f"x{suffix}.{suffix}", format)
     names = {f"{folder}/x{suffix}.{suffix}" for folder in "ab" for suffix in KINDS}
-    with tarfile.open(tmp_path / "images.tar", "w") as archive:
-        archive.add(tmp_path / "images", "images")
     shards = tmp_path / "shards"
     shards.mkdir()
     with tarfile.open(shards / "data-train-0.tar", "w") as archive:
@@ -50,7 +48,7 @@ def test_folders_tar_files_and_shards_take_the_same_kinds(tmp_path: Path) -> Non
             label = tarfile.TarInfo(name.partition(".")[0] + f"{number}.cls")
             label.size = 1
             archive.addfile(label, io.BytesIO(b"01"[number % 2 : number % 2 + 1]))
-    for data in (Data("folder", tmp_path / "images"), Data("tar", tmp_path / "images.tar"), Data("wds", shards)):
+    for data in (Data("folder", tmp_path / "images"), Data("wds", shards)):
         source = load_splits(data, 0).train
         assert len(source) == len(names), data.name
         assert all(image.shape == (3, SIZE, SIZE) for image in source.fetch(range(len(source))))

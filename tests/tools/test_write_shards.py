@@ -136,21 +136,15 @@ class TestWhatIsWritten:
         )
         assert [*result.options[4:]] == ["--data.channels", "1", *size, *normal, "0.3759"]
 
-    def test_a_table_a_tar_file_and_shards(self, pets: Path, tmp_path: Path) -> None:
+    def test_a_table_and_shards(self, pets: Path, tmp_path: Path) -> None:
         (tmp_path / "pets").symlink_to(pets)
         rows = [
             f"pets/{path.relative_to(pets)},{path.parent.name},{path.relative_to(pets).parts[0]}"
             for path in pets.rglob("*.*") if path.is_file() and not path.name.startswith(".") and "\n" not in str(path)
         ]  # fmt: skip
         (tmp_path / "table.csv").write_text("\n".join(["path,label,split", *rows]))
-        with tarfile.open(tmp_path / "pets.tar", "w") as archive:
-            archive.add(pets, "pets", filter=lambda info: None if "/." in info.name else info)
         _, again = written(Data(name="folder", root=pets), tmp_path / "again")
-        for data in (
-            Data(name="csv", root=tmp_path / "table.csv"),
-            Data(name="tar", root=tmp_path / "pets.tar"),
-            again,
-        ):
+        for data in (Data(name="csv", root=tmp_path / "table.csv"), again):
             _, shards = written(data, tmp_path / f"of {data.name}")
             assert_same(load_splits(data, 0), load_splits(shards, 0))
 

@@ -124,7 +124,7 @@ def test_plain_arguments_need_no_question(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "named"), [
-    ("data: {name: tar, root: 'https://somewhere/train-{0000..0003}.tar'}", "--data.root"),
+    ("data: {name: wds, root: 'https://somewhere/train-{0000..0003}.tar'}", "--data.root"),
     ("data: {name: hfds/somebody/images}", "--data.name"),
 ])  # fmt: skip
 def test_data_of_elsewhere_is_fetched_only_when_the_user_says_so(tmp_path: Path, text: str, named: str) -> None:

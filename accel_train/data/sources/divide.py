@@ -254,7 +254,7 @@ def _split_off(splits: Splits, data: Data, seed: int) -> Splits:
 # A line is a path relative to `names_root`. check-data's first line says of which data it is, so that it overwrites no
 # other file; a list that was written by hand does not need it.
 
-OF_ONE_PLACE = ("folder", "csv", "tar", "wds")
+OF_ONE_PLACE = ("folder", "csv", "wds")
 """Names of data that `data.root` alone says."""
 HEAD = "# accel-train check-data: "
 

@@ -29,7 +29,6 @@ SYNTHETIC_SIZE = 32
 LOADERS = {
     "folder": ("files.folder", "folder"),
     "csv": ("files.table", "table"),
-    "tar": ("files.tars", "tar"),
     "wds": ("files.webdataset", "webdataset"),
     "hfds/NAME": ("hub", "hub"),
 }

@@ -125,7 +125,7 @@ def normal_name(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-SPLIT_NAMES = {  # accepted names of folders, tar files, shards and splits on a hub
+SPLIT_NAMES = {  # accepted names of folders, shards and splits on a hub
     "train": "train", "training": "train",
     "val": "validation", "valid": "validation", "validation": "validation", "dev": "validation",
     "test": "test", "testing": "test",

@@ -47,7 +47,7 @@ from accel_train.launch.agreement import once_a_node
 from accel_train.launch.environment import in_job, is_first_process
 from accel_train.untrusted import read_json_object
 
-SUFFIXES = {"tar": ".tar", "wds": ".tar", "hfds/parquet": ".parquet"}
+SUFFIXES = {"wds": ".tar", "hfds/parquet": ".parquet"}
 """--data.name of what can be staged -> how the names of its files end."""
 COPIES, QUESTIONS = 8, 64  # files that are copied, and small requests that are made, at a time
 PART = 32 << 20  # bytes after which a copy is flushed to the disk: it goes on there after a kill
@@ -171,7 +171,7 @@ class Storage:
 
     def _found(self) -> list[File]:
         path = self.client._strip_protocol(self.folder).rstrip("/")
-        found = self.client.find(path, maxdepth=1 if self.kind == "tar" else None, detail=True)
+        found = self.client.find(path, detail=True)
         files = [_file(place.removeprefix(f"{path}/"), about) for place, about in sorted(found.items())]
         return [each for each in files if each.name.lower().endswith(self.suffix) and "/." not in f"/{each.name}"]
 
@@ -276,7 +276,7 @@ def folder_for(data: Data) -> Path:
     if data.name not in SUFFIXES:
         raise UserError(
             f"--data.root {data.root}: only --data.name {', '.join(SUFFIXES)} are copied to the node "
-            f"(--data.stage), found {data.name}: pack the images into tar files first (accel-train shards)."
+            f"(--data.stage), found {data.name}: write the images as shards first (accel-train shards)."
         )
     url = str(data.root if is_url(data.root) else data.root.absolute())
     key = hashlib.sha256(f"{data.name} {url}".encode(errors="surrogateescape")).hexdigest()[:8]
@@ -308,13 +308,12 @@ def kept(folder: Path) -> Manifest:
 
 
 def staged(data: Data, *, download: bool = True) -> Path:
-    """The copy of the data's files on this node, which is made if it is not there: its folder, or its only file where
-    `data.root` is a tar file. Raises UserError, also if `download` is False and there is none."""
+    """The folder with this node's copy of the data's files, which is made if it is not there. Raises UserError, also if
+    `download` is False and there is none."""
     key = data.root, data.stage, data.name
     if key not in _staged:
         _staged[key] = folder_for(data) / stage(data, download=download)
-    only = _staged[key] / data.root.name
-    return only if data.name == "tar" and only.is_file() else _staged[key]
+    return _staged[key]
 
 
 def stage_on_all_nodes(data: Data, accelerator: Accelerator, stopped: Callable[[], str]) -> None:

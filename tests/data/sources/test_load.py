@@ -24,7 +24,7 @@ def test_other_unknown_names(name: str) -> None:
         load_splits(Data(name=name), 0)
 
 
-@pytest.mark.parametrize(("root", "kind"), [("photos", "folder"), ("labels.csv", "csv"), ("images.tar", "tar")])
+@pytest.mark.parametrize(("root", "kind"), [("photos", "folder"), ("labels.csv", "csv"), ("images.tar", "folder")])
 def test_data_of_ones_own_without_its_name_is_not_replaced_by_digits(root: str, kind: str) -> None:
     with pytest.raises(UserError, match=f"--data.root {root}: .* give its kind, too: --data.name {kind}"):
         load_splits(Data(root=Path(root)), 0)

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections import namedtuple
 from collections.abc import Iterator
@@ -281,7 +280,7 @@ def test_other_protocols_and_chains_are_refused(url: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["folder", "csv", "digits", "mnist", "wds/pets", "hfds/pets"])
 def test_only_shards_are_copied(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"only --data\.name tar, wds, hfds/parquet are copied .* found {name}"):
+    with pytest.raises(UserError, match=rf"only --data\.name wds, hfds/parquet are copied .* found {name}"):
         load_splits(data("https://host/data", tmp_path, name), 0)
 
 
@@ -349,16 +348,6 @@ def test_a_list_names_the_shards_of_a_web_server_and_their_classes(
     assert everything(data(server.url, tmp_path)) == everything(Data("wds", folder))
     few = load_splits(data(f"{server.url}/train-{{000..001}}.tar", tmp_path), 0)  # what is named is not looked up
     assert few.classes == ("0", "1") and len(few.train) == 32
-
-
-@pytest.mark.parametrize("url", [False, True])
-def test_a_tar_file_of_class_folders(server: StorageServer, folder: Path, tmp_path: Path, url: bool) -> None:
-    for number, place in enumerate(("train/cat", "train/dog")):
-        (tmp_path / place).mkdir(parents=True)
-        Image.new("RGB", (4, 4), (number, 0, 0)).save(tmp_path / place / "1.png")
-    subprocess.run(["tar", "-C", tmp_path / "train", "-cf", folder / "pets.tar", "."], check=True)
-    root = f"{server.url}/pets.tar" if url else folder / "pets.tar"
-    assert everything(data(root, tmp_path, "tar")) == everything(Data("tar", folder / "pets.tar"))
 
 
 def write_parquet(folder: Path) -> Path:

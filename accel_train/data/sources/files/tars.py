@@ -1,4 +1,4 @@
-"""Images in tar files, and the data set `tar`: a tree of class folders in a tar file.
+"""Images in tar files, which are WebDataset's shards.
 
 The tar files are read once to find the position of each image, which the index keeps. Then loading an image is one read
 at its position: the samples can have any order, as with files, and need not fit into memory.
@@ -12,30 +12,18 @@ import posixpath
 import re
 import tarfile
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.folder import arrange, ignored_text, is_image
+from accel_train.data.sources.files.folder import is_image
 from accel_train.data.sources.files.images import ChangedError, EncodedImages, LazyImage
-from accel_train.data.sources.files.index import (
-    Index,
-    Progress,
-    SharedArray,
-    SplitFiles,
-    StringArray,
-    indexed,
-    splits_of_index,
-)
-from accel_train.data.sources.splits import SPLIT_NAMES, Splits, names_root
-from accel_train.data.worker_processes import on_all_cores
+from accel_train.data.sources.files.index import SplitFiles
 from accel_train.errors import UserError
 from accel_train.untrusted import open_to_read
 
@@ -54,7 +42,7 @@ class Member:
     name: str
     """Path inside `tar`."""
     tar: str
-    """The tar file, relative to the data's root; "" if it is the root."""
+    """The tar file, relative to the data's root."""
     offset: int
     """In bytes, from the tar file's start."""
     size: int
@@ -170,11 +158,6 @@ def members_of(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
                 content = archive.extractfile(info) if info.isreg() and not hidden else None
                 if content is None:
                     continue
-                if name.lower().endswith(".tar"):  # as in ImageNet: one tar file per class
-                    raise UserError(
-                        f"{path} has a tar file in it, {name}: unpack {path.name} with tar -xf, and give the folder of "
-                        "what was in it as --data.root."
-                    )
                 if info.offset_data + info.size > size:
                     raise tarfile.ReadError("unexpected end of data")
                 yield Member(name, tar, info.offset_data, info.size), content
@@ -199,94 +182,6 @@ def _check_end(archive: tarfile.TarFile, file: IO[bytes]) -> None:
     while rest := file.read(1 << 20):
         if rest.strip(b"\0"):
             raise tarfile.ReadError("data follows its end marker; pack concatenated tar files as one archive")
-
-
-def tar(data: Data, folder: Path | None = None) -> Splits:
-    """A tar file with a tree of class folders, or a folder of them: train.tar, val.tar, … or CLASS.tar, ….
-
-    `folder`: this node's copy of what `data.root` names. Raises UserError.
-    """
-    index = index_of(data, data.root if folder is None else folder)
-    return splits_of_index(data, index, lambda files: TarImages(names_root(data), index.tars, files, data, folder))
-
-
-def index_of(data: Data, root: Path) -> Index:
-    """Raises UserError."""
-
-    def places() -> list[str]:
-        return [""] if root.is_file() else sorted(path.name for path in root.glob("*.tar"))
-
-    if not places():
-        raise UserError(f"--data.root {root} is neither a tar file nor a folder with tar files.")
-
-    return indexed(root, "tar", lambda progress: _look(root, places(), progress), places)
-
-
-def _look(root: Path, tars: list[str], progress: Progress) -> Index:
-    """Read the headers of all tar files in `root`. Raises UserError."""
-    found = on_all_cores(partial(images_in, root), tars)
-    others: Counter[str] = Counter()
-    images: dict[str, Member] = {}
-    for name, (members, others_there) in zip(tars, found, strict=True):
-        others.update(others_there)
-        progress.images += len(members)
-        if not name:
-            images = members
-        else:
-            prefix = _common_top(members, exclude=())
-            images |= {f"{name[:-4]}/{path.removeprefix(prefix)}": member for path, member in members.items()}
-    prefix = _common_top(images, exclude=SPLIT_NAMES)
-    images = {path.removeprefix(prefix): member for path, member in sorted(images.items())}
-    if not images:
-        found_others = f" (found {ignored_text(others)})" if others else ""
-        raise UserError(f"--data.root {root}: its tar files contain no image{found_others}.")
-    folders = {posixpath.dirname(path) for path in images} - {""}
-    folders |= {str(above) for path in folders for above in PurePosixPath(path).parents} - {"."}
-    classes, splits, mistake = arrange(images, folders, str(root))
-    samples = {split: ([images[path] for path in paths], labels) for split, (paths, labels) in splits.items()}
-    ignored = ignored_text(others, len(images) - sum(len(paths) for paths, _ in splits.values()))
-    index = index_of_members(tars, classes, samples)
-    return replace(index, ignored=ignored, mistake=mistake)
-
-
-def images_in(root: Path, tar: str) -> tuple[dict[str, Member], Counter[str]]:
-    """The images in a tar file by their names, and the extensions of the other files. Raises UserError."""
-    members: dict[str, Member] = {}
-    others: Counter[str] = Counter()
-    for member, _ in members_of(root, tar):
-        if is_image(posixpath.basename(member.name)):
-            members[member.name] = member
-        else:
-            others[posixpath.splitext(member.name)[1].lower() or posixpath.basename(member.name)] += 1
-    return members, others
-
-
-def _common_top(paths: Iterable[str], exclude: Iterable[str]) -> str:
-    """The path, with "/" at the end, of the folders that contain all of a tree's classes; none named in `exclude`."""
-    top = ""
-    while True:
-        names = {path[len(top) :].partition("/")[0] for path in paths}
-        deep = all(path[len(top) :].count("/") >= 2 for path in paths)
-        if len(names) != 1 or not deep or names & set(exclude):
-            return top
-        top += names.pop() + "/"
-
-
-def index_of_members(
-    places: Sequence[str], classes: tuple[str, ...], samples: Mapping[str, tuple[list[Member], torch.Tensor]]
-) -> Index:
-    """The index of what is in the tar files `places`, from the images and labels (int64 [n]) of each split."""
-    tars = tuple(sorted({member.tar for members, _ in samples.values() for member in members}))
-    number = {tar: i for i, tar in enumerate(tars)}
-    splits = {
-        split: SplitFiles(
-            StringArray([member.name for member in members]),
-            labels,
-            SharedArray(np.array([(number[m.tar], m.offset, m.size) for m in members], dtype=np.int64).reshape(-1, 3)),
-        )
-        for split, (members, labels) in samples.items()
-    }
-    return Index(tuple(places), classes, splits, tars)
 
 
 # Images that are stored as pixels, in the tar files that `accel-train shards --encoding raw` writes.

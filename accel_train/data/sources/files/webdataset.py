@@ -8,17 +8,25 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import ignored_text, is_image
-from accel_train.data.sources.files.index import Index, Progress, indexed, splits_of_index
-from accel_train.data.sources.files.tars import Member, TarImages, index_of_members, members_of
+from accel_train.data.sources.files.index import (
+    Index,
+    Progress,
+    SharedArray,
+    SplitFiles,
+    StringArray,
+    indexed,
+    splits_of_index,
+)
+from accel_train.data.sources.files.tars import Member, TarImages, members_of
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, names_root
 from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import UserError
@@ -77,12 +85,17 @@ def _look(root: Path, progress: Progress) -> Index:
         raise UserError(f"{root}: the labels go up to {count - 1}, but _info.json names {len(classes)} classes.")
     classes = classes or tuple(map(str, range(count)))
     several = any(isinstance(label, tuple) for label in labels)
-    samples = {
-        split: ([member for member, _ in found], _tensor([label for _, label in found], len(classes), several=several))
+    tars = sorted({member.tar for found in pairs.values() for member, _ in found})
+    number = {tar: i for i, tar in enumerate(tars)}
+    splits = {
+        split: SplitFiles(
+            StringArray([member.name for member, _ in found]),
+            _tensor([label for _, label in found], len(classes), several=several),
+            SharedArray(np.array([(number[m.tar], m.offset, m.size) for m, _ in found], dtype=np.int64).reshape(-1, 3)),
+        )
         for split, found in pairs.items()
     }
-    index = index_of_members(places, classes, samples)
-    return replace(index, ignored=ignored_text(others))
+    return Index(tuple(places), classes, splits, tuple(tars), ignored=ignored_text(others))
 
 
 def _tensor(labels: Sequence[Label], classes: int, *, several: bool) -> torch.Tensor:
@@ -165,7 +178,8 @@ def pairs_in(root: Path, shard: str) -> Pairs:
         key = member.name.rpartition(".")[0]
         if key not in labels:
             raise UserError(
-                f"{root / shard}/{member.name} has no label; add a file {key}.cls next to it, or leave the image out."
+                f"{root / shard}/{member.name} has no label; add a file {key}.cls next to it, or leave the image out. "
+                "If it is in the folder of its class, unpack the tar files and give --data.name folder."
             )
         if key in pairs:
             raise UserError(

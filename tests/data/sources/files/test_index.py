@@ -23,13 +23,13 @@ from test_tars import image, pack, values
 from accel_train.config.schema import Data
 from accel_train.data import worker_processes
 from accel_train.data.sources import load
-from accel_train.data.sources.files import folder, index, table, tars, webdataset
+from accel_train.data.sources.files import folder, index, table, webdataset
 from accel_train.data.sources.splits import Splits
 from accel_train.data.worker_processes import WorkerContext
 from accel_train.errors import UserError
 
 TABLE = "labels.csv"
-KINDS = ("folder", "csv", "tar", "wds")
+KINDS = ("folder", "csv", "wds")
 
 
 def pictures(kind: str) -> dict[str, bytes]:
@@ -110,7 +110,7 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders that were looked through, in which `_look` of each kind was called."""
     found: list[Path] = []
-    for module in (folder, table, tars, webdataset):
+    for module in (folder, table, webdataset):
         real = module._look
 
         def look(root: Path, *rest: Any, real: Callable[..., Any] = real) -> Any:
@@ -131,14 +131,6 @@ def test_the_second_start_does_not_look_again(tmp_path: Path, kind: str, looks: 
     assert looks == [where]
 
 
-def test_a_tar_file_alone(tmp_path: Path, looks: list[Path]) -> None:
-    root = make(tmp_path / "data", "tar") / "train-0.tar"
-    first = content(root, "tar")
-    assert content(root, "tar") == first and looks == [root]
-    pack(root, pictures("tar") | {"cat/7.png": image(70)})
-    assert 70 in content(root, "tar")[5][0] and len(looks) == 2
-
-
 NEW, BESIDE = {"train/cat/new.png": image(200)}, {"0.png": image(208), TABLE: table_of(*ROWS, "0.png,cat")}
 LISTED = {"1.png": image(205), "1.cls": b"0", "2.png": image(206), "2.cls": b"1"}
 CHANGES: dict[str, tuple[str, dict[str, bytes | None]]] = {
@@ -152,8 +144,6 @@ CHANGES: dict[str, tuple[str, dict[str, bytes | None]]] = {
     "another label": ("csv", {TABLE: table_of("train/cat/1.png,dog", *ROWS[1:])}),
     "another row": ("csv", {**NEW, TABLE: table_of(*ROWS, "train/cat/new.png,cat")}),
     "an image beside the table": ("csv", {**BESIDE}),
-    "another image in a tar file": ("tar", {"train-0.tar": packed(pictures("tar") | {"cat/900.png": image(204)})}),
-    "another tar file": ("tar", {"val-0.tar": packed(pictures("tar"))}),
     "another sample in a shard": (
         "wds", {"train-0.tar": packed(pictures("wds") | {"900.cls": b"1", "900.png": image(204)})},
     ),
@@ -276,18 +266,18 @@ def test_an_image_that_is_replaced_is_read_as_it_is(tmp_path: Path, kind: str, l
 
 
 def test_a_tar_file_that_changed_without_a_new_size_or_time(tmp_path: Path) -> None:
-    root = make(tmp_path / "data", "tar")
-    content(root, "tar")
+    root = make(tmp_path / "data", "wds")
+    content(root, "wds")
     status = (root / "train-0.tar").stat()
     with tarfile.open(root / "train-0.tar") as archive:
         members = {info.name: archive.extractfile(info).read() for info in archive}  # type: ignore[union-attr]
-    pack(root / "train-0.tar", {name: members[name] for name in ["notes.txt", *members]})  # in another order
+    pack(root / "train-0.tar", {name: members[name] for name in ["005.cls", *members]})  # in another order
     os.utime(root / "train-0.tar", ns=(status.st_mtime_ns, status.st_mtime_ns))
     assert (root / "train-0.tar").stat().st_size == status.st_size
-    with pytest.raises(UserError, match=r"cat/1\.png cannot be read: the tar file has changed"):
-        content(root, "tar")
+    with pytest.raises(UserError, match=r"000\.png cannot be read: the tar file has changed"):
+        content(root, "wds")
     os.utime(root / "train-0.tar", ns=(status.st_mtime_ns, status.st_mtime_ns + 1))  # as `touch` does
-    assert sorted(values(load.read_splits(Data(name="tar", root=root)).train)) == list(range(6))
+    assert sorted(values(load.read_splits(Data(name="wds", root=root)).train)) == list(range(6))
 
 
 def test_a_read_only_folder_has_its_index_among_the_caches(
@@ -330,9 +320,9 @@ def test_a_full_disk_costs_the_index_and_nothing_else(tmp_path: Path, caches: Pa
 
 
 def _start(root: Path, marks: Path, began: Any, writable: bool) -> None:
-    real = tars._look
+    real = webdataset._look
 
-    def look(where: Path, names: list[str], progress: index.Progress) -> index.Index:
+    def look(where: Path, progress: index.Progress) -> index.Index:
         (marks / str(os.getpid())).touch()
         time.sleep(1)  # as long as a real one, so that the others come meanwhile
         if not writable and len([*marks.iterdir()]) > 1:  # the second one that looks
@@ -340,20 +330,20 @@ def _start(root: Path, marks: Path, began: Any, writable: bool) -> None:
             while len([*marks.iterdir()]) < 3:  # does not keep the third one from it
                 assert time.monotonic() < until
                 time.sleep(0.01)
-        return real(where, names, progress)
+        return real(where, progress)
 
     if not writable:
         module: Any = index
         module.write_index = lambda files, root, found, states: found
 
-    tars._look = look  # type: ignore[assignment]
+    webdataset._look = look  # type: ignore[assignment]
     began.wait()
-    assert len(content(root, "tar")[4][0]) == 6
+    assert len(content(root, "wds")[4][0]) == 6
 
 
 @pytest.mark.parametrize("writable", [True, False])
 def test_of_processes_that_start_at_once_one_looks(tmp_path: Path, writable: bool) -> None:
-    root, marks = make(tmp_path / "data", "tar"), tmp_path / "marks"
+    root, marks = make(tmp_path / "data", "wds"), tmp_path / "marks"
     marks.mkdir()
     context = multiprocessing.get_context("fork")
     began = context.Barrier(3)
@@ -421,7 +411,7 @@ def test_what_needs_many_processes_finds_the_same(tmp_path: Path, monkeypatch: p
     for kind in KINDS:
         root = make(tmp_path / kind, kind)
         for number in range(1, 4):
-            if kind in ("tar", "wds"):
+            if kind == "wds":
                 shutil.copy2(root / "train-0.tar", root / f"train-{number}.tar")
         first = content(root, kind)
         (file,) = kept(root)
@@ -434,12 +424,12 @@ def test_what_needs_many_processes_finds_the_same(tmp_path: Path, monkeypatch: p
 
 
 def test_a_mistake_that_another_process_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = make(tmp_path / "data", "tar")
+    root = make(tmp_path / "data", "wds")
     (root / "val-0.tar").write_bytes((root / "train-0.tar").read_bytes()[:-9000])
     monkeypatch.setattr(worker_processes, "PATIENCE_SECONDS", -1.0)
     monkeypatch.setattr(worker_processes, "available_cores", lambda: 2)
     with pytest.raises(UserError, match=r"the tar file .*val-0\.tar cannot be read"):
-        content(root, "tar")
+        content(root, "wds")
 
 
 def test_a_long_look_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -481,7 +471,7 @@ def damages(content: bytes) -> Iterator[bytes]:
             yield packed({**arrays, "__metadata__": {"index": text, "checksum": str(checksum)}})
 
 
-@pytest.mark.parametrize("kind", ["folder", "tar"])
+@pytest.mark.parametrize("kind", ["folder", "wds"])
 def test_a_damaged_index_is_made_again(tmp_path: Path, kind: str) -> None:
     root = make(tmp_path / "data", kind)
     right = content(root, kind)
