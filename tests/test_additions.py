@@ -35,13 +35,13 @@ def test_no_metric_of_a_user_can_have_the_name_of_a_built_in_one() -> None:
 
 
 def test_no_metric_has_the_name_of_another_figure_of_evaluate() -> None:
-    """`accel-train evaluate` writes both into one object. F1 is in both, and they are equal."""
+    """`accel-train evaluate` writes both into one object."""
     numbers = np.random.default_rng(0)
     logits, labels = numbers.normal(size=(20, 3)).astype(np.float32), np.arange(20) % 3
     for truth in (labels, labels[:, None] == np.arange(3)):
         task = task_of(torch.from_numpy(truth))
         more = added_metrics(logits, truth)
-        assert {metric.name for metric in task.metrics} & more.keys() == {"f1"}
+        assert not {metric.name for metric in task.metrics} & more.keys()
 
 
 def test_data_sets_in_memory_have_names() -> None:

@@ -72,7 +72,6 @@ def evaluate(arguments: Sequence[str]) -> int:
     if launch.rank != 0:
         return 0
     print_metrics(result)
-    print_classes(result)
     print_line("")
     if predictions is not None and predictions not in failures:
         print_line(f"the logits of {result.last['weights']}: {predictions}")
@@ -85,70 +84,23 @@ SHOWN = 20  # at most so many classes are printed
 
 
 def print_metrics(result: EvaluationResult) -> None:
-    """Print a row for each metric and a column for each of the weights: the model's and, if there is one, the EMA's."""
-    from accel_train.tools.evaluate_run import metric_rows
+    """Print the metrics of the model and, if there is one, of the EMA; then those of each class, of the last of these,
+    and which classes have no image."""
+    from accel_train.tools.evaluate_run import class_table, images_of_classes, metric_table, without_images
 
-    records = [result.metrics[name] for name in ("model", "ema") if name in result.metrics]
-    metrics = result.task.evaluation_metrics(result.chosen)
-    rows = [
-        [f"  {title}" if key == "accuracy_interval" else title, *values]
-        for key, title, values in metric_rows(records, result.metrics["classes"], metrics)
-    ]
-    print_line("")
-    head = ["", *(record["weights"] for record in records)]
-    print_table(head, rows, numbers=head[1:])
-
-
-def print_classes(result: EvaluationResult) -> None:
-    """Print a row for each class, of the last weights (the EMA's if there is one), and which have no image.
-
-    Of more than SHOWN classes only those with the lowest recall (or average precision) are printed.
-    """
-    from accel_train.tools.evaluate_run import without_images
-
-    classes = result.metrics["classes"]
-    _print_rows(result.last, classes)
-    if empty := without_images(result.last, classes, result.metrics["split"]):
+    found, last = result.metrics, result.last
+    records = [found[name] for name in ("model", "ema") if name in found]
+    tables = [metric_table(records, found["classes"], result.task.evaluation_metrics(result.chosen))]
+    if "class_recall" in last:  # else the model's output is NaN
+        tables.append(class_table(last, found["classes"], {"images": images_of_classes(last)}, SHOWN))
+    for table in tables:
+        print_line("")
+        if table.title:
+            print_line(f"{table.title}:")
+        print_table(table.head, table.rows, numbers=[title for title in table.head[1:] if title != "confused with"])
+    if empty := without_images(last, found["classes"], found["split"]):
         print_line("")
         print_line(empty)
-
-
-def _print_rows(record: dict[str, Any], classes: Sequence[str]) -> None:
-    from accel_train.tools.evaluate_run import CLASS_METRICS, NO_VALUE, images_of_classes, interval_text
-
-    confusion, images = record.get("confusion"), images_of_classes(record)
-    columns = {title: record[key] for title, key in CLASS_METRICS.items() if key in record}
-    intervals = record.get("class_accuracy_interval")
-    first = "recall" if confusion is not None else "average precision"
-    if first not in columns:  # the model's output is NaN
-        return
-    labels = list(range(len(classes)))
-    if len(labels) > SHOWN:
-        labels = [label for label in labels if images[label]]
-    if len(labels) > SHOWN:
-        labels = sorted(labels, key=lambda label: columns[first][label] or 0.0)[:SHOWN]
-        print_line("")
-        print_line(f"the {SHOWN} classes with the lowest {first}, of {len(classes)}:")
-    else:
-        print_line("")
-    head = ["class", "images", *columns]
-    behind = 2 + list(columns).index(first) + 1  # where the interval of the first metric is
-    rows = []
-    for label in labels:
-        values = [column[label] for column in columns.values()]
-        empty = NO_VALUE if not images[label] else ""
-        shown = [empty if value is None or empty else f"{value:.2%}" for value in values]
-        rows.append([classes[label], str(images[label]), *shown])
-        if intervals is not None:
-            rows[-1].insert(behind, interval_text(intervals[label]))
-    if intervals is not None:
-        head.insert(behind, "95% interval")
-    if confusion is not None:
-        for label, row in zip(labels, rows, strict=True):
-            confused = confusion[label]
-            other = max((number for number in range(len(classes)) if number != label), key=confused.__getitem__)
-            row.append(f"{classes[other]} ({confused[other]})" if confused[other] else "")
-    print_table([*head, *["confused with"] * (confusion is not None)], rows, numbers=head[1:])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ BEST_METRICS = ("accuracy", "loss", "f1", "map")
 """Those of the metrics of task.py that --best-metric may name without --metrics. That file needs torch."""
 TAKEN_NAMES = {
     *BEST_METRICS, *CHOSEN_METRICS, "micro_map", "micro_f1", "balanced_accuracy", "precision", "recall",
-    "weighted_precision", "weighted_recall", "weighted_f1", "calibration_error", "accuracy_interval",
+    "calibration_error", "accuracy_interval",
     "confusion", "worst", "kind", "time", "generation", "epoch", "update", "split", "weights", "count", "seconds",
     "images", "lr", "images_per_second", "data_wait_fraction",
 }  # fmt: skip

@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from accel_train.launch.environment import Launch
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
 from accel_train.records.metrics import Evaluation, OwnMetrics, create_own_metrics
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.task import Metric, Task
+from accel_train.task import Metric, Task, metric_title
 from accel_train.tools.load_run import empty_model, may_download, read_config
 from accel_train.user_code.reference import CHOSEN_METRICS, given_metrics, short_name
 
@@ -51,12 +50,8 @@ CLASS_METRICS = {name: f"class_{name}".replace(" ", "_") for name in ("average p
 
 EVALUATE_METRICS = [
     Metric("balanced_accuracy", title="balanced accuracy"),
-    Metric("f1", title="f1 (macro)"),
-    Metric("precision", title="precision (macro)"),
-    Metric("recall", title="recall (macro)"),
-    Metric("weighted_precision", title="precision (weighted)"),
-    Metric("weighted_recall", title="recall (weighted)"),
-    Metric("weighted_f1", title="f1 (weighted)"),
+    Metric("precision", title="macro precision"),
+    Metric("recall", title="macro recall"),
     Metric("calibration_error", title="calibration error"),
 ]
 """What `added_metrics` returns for a whole split, and what tables call each."""
@@ -66,23 +61,16 @@ def added_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> 
     """Metrics beside those of every evaluation, from logits float32 [n, classes] and labels int64 [n]; or, if an image
     may have several labels, bool [n, classes]: then the class-wise ones, at a probability of 0.5.
 
-    Precision, recall and F1 are scikit-learn's; "precision" and so on are means over the classes that occur as a label
-    or as a prediction, "weighted_…" means weighted by the images of each class. "class_…" are lists, None for a class
-    that does not occur. "balanced_accuracy": the mean recall of the classes that have an image. For the others see
-    `accuracy_interval` (of "class_accuracy_interval" for each class that has an image: of its recall) and
-    `calibration_error`.
+    Precision, recall and F1 are scikit-learn's; "precision" and "recall" are means over the classes that occur as a
+    label or as a prediction. "class_…" are lists, None for a class that does not occur. "balanced_accuracy": the mean
+    recall of the classes that have an image. For the others see `accuracy_interval` and `calibration_error`.
     """
     if labels.ndim == 2:
         return _precision_and_recall(labels, logits >= 0, logits.shape[1])
-    predicted, classes = logits.argmax(1), logits.shape[1]
-    metrics = _precision_and_recall(labels, predicted, classes)
-    hits = np.bincount(labels[predicted == labels], minlength=classes).tolist()
-    images = np.bincount(labels, minlength=classes).tolist()
+    predicted = logits.argmax(1)
+    metrics = _precision_and_recall(labels, predicted, logits.shape[1])
     return {
-        "accuracy_interval": accuracy_interval(sum(hits), len(labels)),
-        "class_accuracy_interval": [
-            accuracy_interval(right, count) if count else None for right, count in zip(hits, images, strict=True)
-        ],
+        "accuracy_interval": accuracy_interval(int((predicted == labels).sum()), len(labels)),
         "balanced_accuracy": float(np.mean([metrics["class_recall"][label] for label in np.unique(labels)])),
         **metrics,
         "calibration_error": calibration_error(softmax(logits), labels),
@@ -92,17 +80,13 @@ def added_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> 
 def _precision_and_recall(labels: npt.NDArray[Any], predicted: npt.NDArray[Any], classes: int) -> dict[str, Any]:
     from sklearn.metrics import precision_recall_fscore_support
 
-    names = ("precision", "recall", "f1")
     *of_each, images = precision_recall_fscore_support(labels, predicted, labels=range(classes), zero_division=0)
     said = predicted.sum(0) if predicted.ndim == 2 else np.bincount(predicted, minlength=classes)
     occurs = (images > 0) | (said > 0)
-    metrics: dict[str, Any] = {}
-    for name, values in zip(names, of_each, strict=True):
-        metrics[name] = float(values[occurs].mean()) if occurs.any() else 0.0
-        metrics[f"weighted_{name}"] = float(np.average(values, weights=images)) if images.any() else 0.0
-    return metrics | {
+    precision, recall = (float(values[occurs].mean()) if occurs.any() else 0.0 for values in of_each[:2])
+    return {"precision": precision, "recall": recall} | {
         f"class_{name}": [float(value) if known else None for value, known in zip(values, occurs, strict=True)]
-        for name, values in zip(names, of_each, strict=True)
+        for name, values in zip(("precision", "recall", "f1"), of_each, strict=True)
     }
 
 
@@ -113,21 +97,16 @@ def accuracy_interval(hits: int, count: int) -> tuple[float, float]:
     succession, and statistical inference", J. Am. Stat. Assoc. 22). Also all of a few images right leaves a doubt: 10
     of 10 give 72 % to 100 %, where a bootstrap would give 100 % to 100 %.
     """
-    z = NormalDist().inv_cdf(0.975)
-    accuracy, squared = hits / count, z * z / count
-    middle = (accuracy + squared / 2) / (1 + squared)
-    half = z * math.sqrt(accuracy * (1 - accuracy) / count + squared / count / 4) / (1 + squared)
-    # Of all or nothing the bound is exact; rounding may miss it.
-    return 0.0 if hits == 0 else middle - half, 1.0 if hits == count else middle + half
+    from scipy.stats import binomtest
+
+    low, high = binomtest(hits, count).proportion_ci(0.95, method="wilson")
+    return float(low), float(high)
 
 
 def interval_of(record: Mapping[str, Any]) -> tuple[float, float] | None:
     """The 95 % interval of a record's accuracy; None if it has no accuracy."""
     accuracy, count = record.get("accuracy"), record.get("count")
-    if accuracy is None or not count:
-        return None
-    low, high = record.get("accuracy_interval") or accuracy_interval(round(accuracy * count), count)
-    return low, high
+    return None if accuracy is None or not count else accuracy_interval(round(accuracy * count), count)
 
 
 def interval_text(interval: Sequence[float] | None) -> str:
@@ -184,25 +163,63 @@ def worst_images(
     return found
 
 
-def metric_rows(
-    records: Sequence[Mapping[str, Any]], classes: Sequence[str], metrics: Sequence[Metric]
-) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield the key of each metric that a record has, what a table calls it, and its value for each record.
+@dataclass(frozen=True)
+class Table:
+    """A table for the terminal and for a page."""
 
-    After "accuracy" comes its 95 % interval, with the key "accuracy_interval". `metrics`: all of an evaluation.
-    """
-    undefined = {each.name for each in metrics if each.chosen}  # which may be NaN
-    forms = {each.name: (each.name, each.form) for each in metrics if len(classes) >= each.fewest_classes}
-    for key, (title, form) in (forms | {each.name: (each.title, each.form) for each in EVALUATE_METRICS}).items():
-        values = [record.get(key) for record in records]
-        is_nan = key in undefined and any(key in record for record in records)  # JSON has no NaN
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def metric_table(records: Sequence[Mapping[str, Any]], classes: Sequence[str], metrics: Sequence[Metric]) -> Table:
+    """A row for each metric that one of the `records` has, a column for each of these. `metrics`: of an evaluation."""
+    rows = []
+    for metric in [*(each for each in metrics if len(classes) >= each.fewest_classes), *EVALUATE_METRICS]:
+        values = [record.get(metric.name) for record in records]
+        # One of --metrics may be NaN, which JSON does not have.
+        is_nan = metric.chosen and any(metric.name in record for record in records)
         if is_nan or any(value is not None for value in values):
-            yield key, title, [("NaN" if is_nan else "") if value is None else format(value, form) for value in values]
-        if key == "accuracy" and any(intervals := [interval_of(record) for record in records]):
-            yield "accuracy_interval", "95% interval", [interval_text(interval) for interval in intervals]
+            empty = "NaN" if is_nan else ""
+            shown = [empty if value is None else metric.show(value) for value in values]
+            rows.append([metric.title or metric_title(metric.name), *shown])
+        if metric.name == "accuracy" and any(intervals := [interval_of(record) for record in records]):
+            rows.append(["  95% interval", *map(interval_text, intervals)])
+    return Table("", ["", *(str(record["weights"]) for record in records)], rows)
 
 
-def images_of_classes(record: dict[str, Any]) -> list[int]:
+def class_table(
+    record: Mapping[str, Any], classes: Sequence[str], images: Mapping[str, Sequence[int]], at_most: int | None = None
+) -> Table:
+    """A row for each class: its images, its metrics, and the class for which it is most often mistaken.
+
+    `images`: the titles of columns with numbers of images. Of more than `at_most` classes only those are left that the
+    split has images of, and of these the ones with the lowest recall (or average precision).
+    """
+    evaluated, confusion = images_of_classes(record), record.get("confusion")
+    columns = {title: record[key] for title, key in CLASS_METRICS.items() if key in record}
+    labels, title = list(range(len(classes))), ""
+    if at_most is not None and len(labels) > at_most:
+        labels = [label for label in labels if evaluated[label]]
+        if len(labels) > at_most:
+            first = "recall" if confusion is not None else "average precision"
+            labels = sorted(labels, key=lambda label: columns[first][label] or 0.0)[:at_most]
+            title = f"the {at_most} classes with the lowest {first}, of {len(classes)}"
+    rows = []
+    for label in labels:
+        row = [classes[label], *(str(counts[label]) for counts in images.values())]
+        for values in columns.values():
+            value = values[label] if evaluated[label] else None
+            row.append((NO_VALUE if not evaluated[label] else "") if value is None else f"{value:.2%}")
+        if confusion is not None:
+            counts = confusion[label]
+            other = max((number for number in range(len(classes)) if number != label), key=counts.__getitem__)
+            row.append(f"{classes[other]} ({counts[other]})" if counts[other] else "")
+        rows.append(row)
+    return Table(title, ["class", *images, *columns, *["confused with"] * (confusion is not None)], rows)
+
+
+def images_of_classes(record: Mapping[str, Any]) -> list[int]:
     """How many images of each class were evaluated; [] if that is not known."""
     confusion = record.get("confusion")
     images: list[int] = record.get("class_images", []) if confusion is None else [sum(row) for row in confusion]

@@ -108,7 +108,7 @@ def test_the_worst_of_many_classes_are_shown(
     rows = out.partition("confused with")[2].splitlines()[1:4]
     assert "the 3 classes with the lowest recall, of 10:" in out
     header = next(line for line in out.splitlines() if line.startswith("class "))
-    assert header.split()[:6] == ["class", "images", "precision", "recall", "95%", "interval"]
+    assert header.split()[:5] == ["class", "images", "precision", "recall", "f1"]
     assert len(header) <= 80
     assert [row.split()[0] for row in rows] == [str(at) for at in sorted(range(10), key=lambda at: accuracy[at])[:3]]
 
@@ -177,7 +177,7 @@ def test_figures_are_shown_even_if_they_cannot_be_written(run: Path, capsys: pyt
     (run / "evaluation-test.json" / "in the way").mkdir(parents=True)
     assert cli.main(["evaluate", str(run)]) == 1
     out, err = capsys.readouterr()
-    assert "top5_accuracy" in out
+    assert "top-5 accuracy" in out
     assert err.startswith(f"accel-train: warning: {run}/evaluation-test.json cannot be written (")
     assert not list(run.glob(".evaluation*"))
 

@@ -29,20 +29,19 @@ from accel_train.records.model_info import ModelInfo
 from accel_train.records.summary import typed_program
 from accel_train.task import metric_title
 from accel_train.tools.evaluate_run import (
-    CLASS_METRICS,
-    NO_VALUE,
     WORST,
-    accuracy_interval,
+    Table,
+    class_table,
     images_of_classes,
     interval_of,
     interval_text,
-    metric_rows,
+    metric_table,
     without_images,
 )
 from accel_train.tools.load_run import Preprocessing, data_of_run
 from accel_train.tools.report.curves import charts_of_run, check_page, draw, import_pyplot, render
 from accel_train.tools.report.records import SPLITS, Row, RunRecords, check_runs, differences_from_recipe, state_of
-from accel_train.tools.report.several_runs import Table, compare_runs, csv_of_runs, page_of_runs
+from accel_train.tools.report.several_runs import compare_runs, csv_of_runs, page_of_runs
 from accel_train.untrusted import read_json_object
 
 
@@ -224,14 +223,17 @@ def headline(run: RunRecords, evaluation: Row) -> str:
     return f"{title} of the {whose} on {record['count']:,} {SPLITS[split]} images{when}: {shown}"
 
 
-HEAT_MAP = 50  # classes at most; of more, the most confused pairs are listed
-PAIRS = 50
+HEAT_MAP = 50  # classes at most; of more, the table of the classes says for what each is most often mistaken
 
 
 def page_of_run(run: RunRecords, evaluation: Row, worst: Sequence[Picture], notes: Sequence[str]) -> str:
     """The page of one run. `evaluation`: what evaluation-SPLIT.json holds, or {}; `worst`: images."""
     records = [evaluation[name] for name in ("model", "ema") if name in evaluation]
     record: Row = records[-1] if records else {}  # the EMA's if there is one
+    split, classes = evaluation.get("split", ""), run.info.classes
+    images = {name: run.data[name]["class_images"] for name in SPLITS if name in run.data}
+    if evaluated := images_of_classes(record):
+        images[split] = evaluated
     base, differences = differences_from_recipe(run)
     return render(
         "report/run.html",
@@ -240,13 +242,12 @@ def page_of_run(run: RunRecords, evaluation: Row, worst: Sequence[Picture], note
         headline=headline(run, evaluation),
         facts=facts_of(run),
         charts=[draw(chart) for chart in charts_of_run(run) if not chart.is_empty],
-        metrics=metric_table(run, records),
-        records=records,
+        metrics=metric_table(records, classes, run.metrics),
         record=record,
-        split=evaluation.get("split", ""),
-        confusion=confusion_table(record, run.info.classes),
-        pairs=confused_pairs(record, run.info.classes),
-        classes=class_table(run, record, evaluation.get("split", "")),
+        split=split,
+        confusion=confusion_table(record, classes),
+        classes=class_table(record, classes, {f"{name} images": counts for name, counts in images.items()}),
+        empty=without_images(record, classes, split) if evaluated else "",
         worst=worst,
         base=base,
         differences=differences,
@@ -254,12 +255,6 @@ def page_of_run(run: RunRecords, evaluation: Row, worst: Sequence[Picture], note
         machine=machine_and_time(run),
         notes=notes,
     )
-
-
-def metric_table(run: RunRecords, records: Sequence[Row]) -> list[tuple[str, list[str]]]:
-    """Each metric with its value for each of the weights."""
-    rows = metric_rows(records, run.info.classes, run.metrics)
-    return [(metric_title(key) if title == key else title, values) for key, title, values in rows]
 
 
 def confusion_table(record: Row, classes: Sequence[str]) -> list[Row]:
@@ -271,67 +266,6 @@ def confusion_table(record: Row, classes: Sequence[str]) -> list[Row]:
         {"name": name, "cells": [(count, count / max(1, sum(counts))) for count in counts]}
         for name, counts in zip(classes, confusion, strict=True)
     ]
-
-
-def confused_pairs(record: Row, classes: Sequence[str]) -> list[tuple[str, str, int]]:
-    """(true class, predicted class, images) of the pairs that are confused most often, if there is no heat map."""
-    confusion = record.get("confusion")
-    if not confusion or len(classes) <= HEAT_MAP:
-        return []
-    wrong = [
-        (count, true, said)
-        for true, counts in enumerate(confusion)
-        for said, count in enumerate(counts)
-        if count and true != said
-    ]
-    worst = sorted(wrong, key=lambda entry: (-entry[0], entry[1:]))[:PAIRS]
-    return [(classes[true], classes[said], count) for count, true, said in worst]
-
-
-def class_table(run: RunRecords, record: Row, split: str) -> Row:
-    """The table of the classes, or {} if nothing is known of them.
-
-    "head": the titles; "rows": of each class its name and then cells (number, text, share), where the share of the
-    largest number of images is shown as a bar, or None; "empty": which classes have no image in the `split`.
-    """
-    classes = run.info.classes
-    evaluated = images_of_classes(record)
-    known = record if evaluated else {}
-    images: dict[str, Any] = {
-        name: run.data[name]["class_images"] for name in ("train", "val", "test") if name in run.data
-    }
-    if known:
-        images = {name: counts for name, counts in images.items() if name != split} | {split: evaluated}
-    if not images:
-        return {}
-    columns = {title: known[key] for title, key in CLASS_METRICS.items() if key in known}
-    intervals = _intervals(known)
-    head = ["class", *(f"{name} images" for name in images)]
-    for title in columns:
-        head += [title, "95% interval"] if title == "recall" and intervals else [title]
-    rows: list[list[Any]] = []
-    for label, name in enumerate(classes):
-        row: list[Any] = [
-            name,
-            *((counts[label], f"{counts[label]:,}", counts[label] / max(1, *counts)) for counts in images.values()),
-        ]
-        for title, values in columns.items():
-            row.append(_cell(values[label] if images[split][label] else None, NO_VALUE * (not images[split][label])))
-            if title == "recall" and intervals:
-                interval = intervals[label]
-                row.append((-1.0 if interval is None else interval[0], interval_text(interval), None))
-        rows.append(row)
-    return {"head": head, "rows": rows, "empty": without_images(known, classes, split) if known else ""}
-
-
-def _intervals(record: Row) -> list[tuple[float, float] | None]:
-    """The interval of the recall of each class, from the counts."""
-    confusion = record.get("confusion") or []
-    return [accuracy_interval(row[label], sum(row)) if sum(row) else None for label, row in enumerate(confusion)]
-
-
-def _cell(value: float | None, otherwise: str) -> tuple[float, str, None]:
-    return (-1.0, otherwise, None) if value is None else (value, f"{value:.1%}", None)
 
 
 def facts_of(run: RunRecords) -> list[tuple[str, str]]:

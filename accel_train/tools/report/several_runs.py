@@ -14,23 +14,14 @@ import math
 import statistics
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accel_train.errors import one_line
 from accel_train.task import metric_title
+from accel_train.tools.evaluate_run import Table
 from accel_train.tools.report.curves import Chart, Line, draw, render
 from accel_train.tools.report.records import RunRecords, state_of
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of the comparison, for the terminal and for the page."""
-
-    title: str
-    head: list[str]
-    rows: list[list[str]]
 
 
 def compare_runs(runs: Sequence[RunRecords]) -> list[Table]:
