@@ -22,8 +22,8 @@ from accel_train.data.loading import create_sampler
 from accel_train.data.memory import Placement
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.sources.load import resolve_mean_std, splits_of
-from accel_train.data.sources.splits import Source, Splits, count_classes, has_one_size
-from accel_train.errors import UserError, counted, first_of, one_line
+from accel_train.data.sources.splits import Splits, count_classes, has_one_size
+from accel_train.errors import UserError, counted, one_line
 from accel_train.launch.accelerator import precision
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import start_folder
@@ -64,9 +64,6 @@ def describe(
         "recipe": f"{config.recipe}, {counted(config.epochs, 'epoch')}{most}",
         "data": f"{data_name}: {images} images of {len(splits.classes)} classes{left_out}",
         "unused": splits.ignored,
-        "classes": class_counts(splits),
-        "drawn": _drawn(config, plan),
-        "order": _ordered(config, splits),
         "input": str(placement),
         "model": f"{model_name} for {size}x{size} pixels, {parameters:,} parameters",
         "weights": loaded,
@@ -75,52 +72,6 @@ def describe(
         "run": str(config.output_dir),
     }
     return [f"{name:<8}{text}" for name, text in lines.items() if text]
-
-
-def _drawn(config: Config, plan: Plan) -> str:
-    """Return what an epoch's samples are if it does not have each of them once; "" if it has."""
-    if config.data.repeats > 1:
-        drawn = "" if config.data.sampler == "shuffle" else ", each class equally often"
-        times = f"each image {config.data.repeats} times in its update"
-        return f"{plan.samples_per_epoch:,} an epoch{drawn}, {times}: an epoch has a part of the images"
-    if config.data.sampler == "shuffle":
-        return ""
-    how_often = "an epoch may have an image more than once, or not at all"
-    return f"{plan.samples_per_epoch:,} an epoch, each class equally often: {how_often}"
-
-
-def _ordered(config: Config, splits: Splits) -> str:
-    """Return how an epoch's samples are ordered if not at random over the whole set; "" if they are."""
-    if config.data.order == "full":
-        return ""
-    from accel_train.data.loading import shards_of
-
-    shards = len(shards_of(config.data, splits.train)) - 1
-    return f"{shards:,} shard{'s' * (shards != 1)}, at most {config.data.open_shards} open"
-
-
-def class_counts(splits: Splits) -> str:
-    """Return the smallest and the largest count of a class in each split, with the first class that has it, and the
-    classes without an image: "training 38 (dog) to 40 (cat); test 9 of each"."""
-    sources = {**splits.sources, "train": splits.to_train_on}
-    return "; ".join(
-        f"{'training' if split == 'train' else split} {_counts_of(source, splits.classes)}"
-        for split, source in sources.items()
-    )
-
-
-def _counts_of(source: Source, classes: Sequence[str]) -> str:
-    counts = count_classes(source.labels, len(classes))
-    present = [count for count in counts if count]
-    if not present:
-        return "none of any class"
-    smallest, largest = min(present), max(present)
-    text = f"{smallest:,} of each"
-    if smallest != largest:
-        least, most = (classes[counts.index(count)] for count in (smallest, largest))
-        text = f"{smallest:,} ({least}) to {largest:,} ({most})"
-    absent = [name for name, count in zip(classes, counts, strict=True) if not count]
-    return text + (f", none of {first_of(absent)}" if absent else "")
 
 
 def _divide_without_data(config: Config, accelerator: Accelerator) -> tuple[int, int]:
@@ -162,7 +113,6 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
         last = (plan.updates_per_epoch - 1) * plan.batch_size
         lines += [
             f"# training samples: {len(splits.to_train_on)}",
-            *([f"# drawn: {drawn}"] if (drawn := _drawn(config, plan)) else []),
             f"# updates an epoch: {plan.updates_per_epoch}",
             f"# samples of an epoch's last update: {order.real_samples(last)}",
             f"# updates in all: {plan.updates}",

@@ -42,7 +42,6 @@ def test_killed_and_resumed_on_two_processes_it_draws_the_same(tmp_path: Path) -
     done = helpers.run(*words, "--output-dir", whole)
     assert done.returncode == 0, done.stderr
     train = json.loads((whole / "result.json").read_text())["train_images"]
-    assert f"drawn   {train} an epoch, each class equally often" in done.stdout
 
     with helpers.started(run, *words) as started:
         started.until(lambda: (run / "checkpoints/update-00000006").exists())

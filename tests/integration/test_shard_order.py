@@ -49,7 +49,6 @@ def test_the_same_bits_on_any_number_of_processes_also_after_a_kill(tmp_path: Pa
         done = helpers.run(*words, "--output-dir", run, processes=processes, launcher=processes > 1, timeout=200)
         assert done.returncode == 0, done.stderr
         models.append((run / "model.safetensors").read_bytes())
-        assert "order   24 shards, at most 3 open\n" in done.stdout
     assert models[0] == models[1] == models[2]
 
     run = tmp_path / "killed"

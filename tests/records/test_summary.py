@@ -18,7 +18,7 @@ from accel_train.launch.environment import Launch, at_terminal
 from accel_train.records.cost import Start, cost_of
 from accel_train.records.directory import RunDirectory
 from accel_train.records.model_info import ModelInfo
-from accel_train.records.summary import class_counts, data_record, final_metrics, resume_command
+from accel_train.records.summary import data_record, final_metrics, resume_command
 from accel_train.task import ONE_LABEL
 
 RECIPE = "runs/a/config.yaml --output-dir runs/a"
@@ -57,16 +57,6 @@ def test_an_image_with_several_labels_counts_for_each() -> None:
     splits = splits_of(("a", "b", "c"), labels, labels[:1], None)
     assert data_record(splits)["train"] == {"images": 3, "class_images": [1, 2, 0]}
     assert data_record(splits)["val"] == {"images": 1, "class_images": [1, 1, 0]}
-    assert class_counts(splits) == "training 1 (a) to 2 (b), none of c; validation 1 of each, none of c"
-
-
-def test_the_classes_with_fewest_and_most_images_are_named_and_those_without() -> None:
-    few = splits_of(("cat", "dog"), [0, 0, 1], None, [1])
-    assert class_counts(few) == "training 1 (dog) to 2 (cat); test 1 of each, none of cat"
-    many = splits_of(tuple("abcdefghij"), [*range(10), 3, 3], None, [0, 0, 1, 1, 2, 2])
-    assert class_counts(many) == "training 1 (a) to 3 (d); test 2 of each, none of d, e, f and 4 more"
-    without = splits_of(tuple("abcde"), [0, 1, 2, 3, 4, 1], None, torch.zeros(1, 5, dtype=torch.bool))
-    assert class_counts(without) == "training 1 (a) to 2 (b); test none of any class"
 
 
 @pytest.mark.parametrize(("best_update", "use"), [(120, "the last weights"), (90, "to use it, add --checkpoint best")])
