@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -148,42 +147,16 @@ def is_terminal(stream: TextIO) -> bool:
     return True
 
 
-def columns(stream: TextIO) -> int | None:
-    """Return the width of the terminal behind `stream`; None if it is not a terminal, or does not say its width."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or None if is_terminal(stream) else None
-    except (OSError, ValueError):
-        return None
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print one line to `stream` (default: stdout).
 
-
-def wrapped(text: str, width: int | None) -> str:
-    """Return the text with lines of at most `width` characters, broken between words; None: as it is.
-
-    A longer word, such as a path, stays whole, so that it can be copied. The rest of a line "label   text" begins under
-    its text.
+    All that is printed goes through here, but for a table and the display of a run. Whatever names the text contains,
+    it is one line, and no command to the terminal: see `one_line`. A closed pipe or a full disk does not raise an
+    error.
     """
-    return text if width is None else "\n".join(_wrapped(line, width) for line in text.split("\n"))
-
-
-def _wrapped(line: str, width: int) -> str:
-    if len(line) <= width:
-        return line
-    label = re.match(r" *(?:\S+ )*?\S+ {2,}", line)
-    indent = label.end() if label and label.end() <= width // 2 else len(line) - len(line.lstrip()) + 2
-    return textwrap.fill(
-        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, expand_tabs=False
-    )
-
-
-def print_line(text: str, stream: TextIO | None = None, *, wraps: bool = True) -> None:
-    """Print one line to `stream` (default: stdout), on a terminal wrapped between words, unless not `wraps`.
-
-    All that is printed goes through here, a table or the display of a run. Whatever names the text contains, it is one
-    line, and no command to the terminal: see `one_line`. A closed pipe or a full disk does not raise an error.
-    """
-    stream, line = stream or sys.stdout, one_line(text)
+    stream = stream or sys.stdout
     try:
-        print(wrapped(line, columns(stream)) if wraps else line, file=stream, flush=True)
+        print(one_line(text), file=stream, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else the interpreter fails when it flushes at exit
 

@@ -84,8 +84,8 @@ def check_data(arguments: Sequence[str]) -> int:
     result = audit.check_data(
         data, output=options.output, json_file=options.json, processes=options.processes, shows_progress=True
     )
-    for text, wraps in audit.summary(result):
-        print_line(text, wraps=wraps)
+    for text in audit.summary(result):
+        print_line(text)
     return int(result.stops_training or (options.strict and bool(result.findings)))
 
 
@@ -121,5 +121,5 @@ def shards(arguments: Sequence[str]) -> int:
     )
     size = f"{written.shards:,} shard{'s' * (written.shards != 1)}, {written.bytes / 1e9:.3f} GB"
     print_line(f"{written.images:,} images in {size}. Train on them with")
-    print_line(f"  accel-train train RECIPE {shlex.join(written.options)}", wraps=False)
+    print_line(f"  accel-train train RECIPE {shlex.join(written.options)}")
     return 0

@@ -32,7 +32,7 @@ from accel_train.config.schema import (
     positional_words,
     takes_many_values,
 )
-from accel_train.errors import UserError, nearest, one_line, print_line, wrapped
+from accel_train.errors import UserError, nearest, one_line, print_line
 
 COMMON = (
     *("epochs", "batch-size", "data.name", "data.root", "model.name", "model.pretrained", "optim.name", "optim.lr"),
@@ -59,7 +59,7 @@ class _Format(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=COLUMN, width=width)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return [line.strip() for line in wrapped(text, width).split("\n")]
+        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = (" ".join(part.split()) for part in text.split("\n\n"))
@@ -79,7 +79,7 @@ def show_help(command: str, arguments: Sequence[str]) -> None:
         _add_words(parser, cls)
         _add_options(parser.add_argument_group("options"), cls, option_types(cls))
     for line in parser.format_help().splitlines():
-        print_line(line, wraps=False)
+        print_line(line)
 
 
 def _parser(usage: str, description: str = "", epilog: str = "") -> argparse.ArgumentParser:

@@ -112,12 +112,12 @@ def _print(folder: Path, elements: Sequence[Element], scheduler: Slurm | Pbs, sc
     todo = plan(folder, elements)
     print_line(f"# {len(todo.missing)} of {len(elements)} runs would be queued, in {folder}")
     for element in todo.missing:
-        print_line(f"#   {element.name:<30} {shlex.join(element.options)}", wraps=False)
+        print_line(f"#   {element.name:<30} {shlex.join(element.options)}")
     for _, _, words in jobs_to_queue(folder, todo.missing, scheduler, script, options):
-        print_line(shlex.join(words), wraps=False)
+        print_line(shlex.join(words))
     print_line(f"# {script}:")
     for line in read_regular_file(script, follow=True).decode(errors="replace").splitlines():
-        print_line(line, wraps=False)
+        print_line(line)
 
 
 REQUEUES = "requeues"
@@ -149,7 +149,7 @@ def after_job(arguments: Sequence[str]) -> int:
     start = start_folder()
     if start is None:
         raise UserError("accel-train after-job: ACCEL_TRAIN_START is not set; the job scripts set it.")
-    print_line(_After(start, [*arguments[end + 1 :]]).decide(options.code), wraps=False)
+    print_line(_After(start, [*arguments[end + 1 :]]).decide(options.code))
     return 0
 
 
@@ -255,7 +255,7 @@ class _After:
 
 
 def _say(text: str) -> None:
-    print_line(f"[{time.strftime('%H:%M:%S')}] after-job: {text}", sys.stderr, wraps=False)
+    print_line(f"[{time.strftime('%H:%M:%S')}] after-job: {text}", sys.stderr)
 
 
 def _read(path: Path) -> str:

@@ -38,7 +38,7 @@ def recipes(arguments: Sequence[str]) -> int:
         recipe = read_recipe(options.name)
         raise_mistakes(recipe.mistakes)
         for line in recipe.text.rstrip("\n").split("\n"):
-            print_line(line, wraps=False)
+            print_line(line)
     else:
         print_table(["recipe", "data", "model", "reproduces", "expected accuracy"], _rows())
     return 0

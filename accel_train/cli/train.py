@@ -74,7 +74,7 @@ def _train(arguments: Sequence[str]) -> int:
             text = training_plan(config, launch)
             if launch.rank == 0:
                 for line in text.splitlines():
-                    print_line(line, wraps=False)
+                    print_line(line)
         else:
             result = train(config, launch, preflight=preflight_of_start(launch.rank))
             stopped_by, code = result.stopped_by, int(result.failed_writes > 0)

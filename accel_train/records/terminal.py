@@ -16,7 +16,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from accel_train.errors import one_line, wrapped
 from accel_train.records.console import Console, clock
 
 REDRAWS_PER_SECOND = 4
@@ -26,7 +25,8 @@ WIDEST = 100  # characters of the bars, on wider terminals too
 class LiveConsole(Console):
     """A display that a separate thread redraws at a fixed rate; it vanishes at the end.
 
-    `advance` only stores a number, so it costs next to nothing.
+    `advance` only stores a number, so it costs next to nothing. Until the end, rich puts what is printed on stdout and
+    stderr above the display, broken between words.
     """
 
     def __init__(self, rich: RichConsole, **values: Any) -> None:
@@ -49,28 +49,10 @@ class LiveConsole(Console):
         """Show the training's metrics in the display."""
         self._metrics = self.training_metrics(values)
 
-    def say(self, *lines: str) -> None:
-        """Print lines above the display."""
-        for line in lines:
-            self._print(one_line(line))
-
-    def warn(self, text: str) -> None:
-        """Print a warning above the display."""
-        self._print(one_line(f"warning: {text}"), "bold yellow")
-
     def finish(self, title: str, shown: Mapping[str, str], commands: Mapping[str, str]) -> None:
-        """End the display and print how the run has ended. The commands are not broken, so that they can be copied."""
+        """End the display, and print how the run has ended on the bare terminal: its commands can be copied."""
         self._live.stop()
-        names = max(map(len, [*shown, *commands]), default=0)
-        self._print(one_line(title), "bold green")
-        for name, value in shown.items():
-            self._print(f"{name:<{names}}  {one_line(value)}")
-        for name, command in commands.items():
-            self._rich.print(Text(f"{name:<{names}}  {one_line(command)}"), soft_wrap=True)
-
-    def _print(self, text: str, style: str = "") -> None:
-        """Print on the terminal, broken between words."""
-        self._rich.print(Text(wrapped(text, self._rich.width), style=style), soft_wrap=True)
+        super().finish(title, shown, commands)
 
     def __rich__(self) -> Group:
         """Return the display as it is now: `Live` draws it at each refresh and under each printed line."""

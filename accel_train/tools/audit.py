@@ -463,41 +463,38 @@ def count_text(count: int, what: str = "image", rest: str = "") -> str:
     return f"{count:,} {what}{plural} {rest}".rstrip()
 
 
-def summary(result: AuditResult) -> Iterator[tuple[str, bool]]:
-    """Yield the lines that the command prints, and whether each may be wrapped: a command must not be."""
+def summary(result: AuditResult) -> Iterator[str]:
+    """Yield the lines that the command prints."""
     images, counts = result.images, result.images.counts
     parts = ", ".join(f"{len(source):,} {split}" for split, source in images.sources.items())
-    yield f"{count_text(len(images))} ({parts}) of {count_text(len(images.classes), 'class')}", True
+    yield f"{count_text(len(images))} ({parts}) of {count_text(len(images.classes), 'class')}"
     if len(images.classes) <= CLASSES_SHOWN:
         width = max(map(len, images.classes), default=0)
         for number, name in enumerate(images.classes):
-            yield (
-                f"  {name:<{width}}  " + ", ".join(f"{each[number]:,} {split}" for split, each in counts.items()),
-                True,
-            )
+            yield f"  {name:<{width}}  " + ", ".join(f"{each[number]:,} {split}" for split, each in counts.items())
     if result.sizes:
         sides = (
             "{} {} to {} (median {})".format(side, *(each[n] for n in (0, 2, 1))) for side, each in result.sizes.items()
         )
-        yield f"pixels: {', '.join(sides)}", True
+        yield f"pixels: {', '.join(sides)}"
     for mistake in result.mistakes:
-        yield f"error: {mistake}", True
+        yield f"error: {mistake}"
     for note in result.notes:
-        yield f"warning: {note}", True
+        yield f"warning: {note}"
     for finding in result.findings:
-        yield f"- {finding.title}. {finding.advice}", True
-        yield from ((f"    {text}", True) for text in _examples(result, finding))
+        yield f"- {finding.title}. {finding.advice}"
+        yield from (f"    {text}" for text in _examples(result, finding))
     if not result.findings and not result.mistakes:
-        yield "Nothing was found that blocks or spoils a training.", True
+        yield "Nothing was found that blocks or spoils a training."
     if not result.unreadable:
-        yield f"All {len(images):,} images can be read." if len(images) > 1 else "The image can be read.", True
+        yield f"All {len(images):,} images can be read." if len(images) > 1 else "The image can be read."
     elif result.unreadable_list is not None:
         some = f"{len(result.unreadable):,} of {count_text(len(images))} cannot be read"
-        yield f"{some}; {result.unreadable_list} is the list. To leave them out:", True
+        yield f"{some}; {result.unreadable_list} is the list. To leave them out:"
         options = ["--data.name", result.name, "--data.root", str(result.root)]
         options += ["--data.skip-unreadable", str(result.unreadable_list)]
-        yield f"  accel-train train RECIPE {shlex.join(options)}", False
-    yield f"audit: {result.json}", False
+        yield f"  accel-train train RECIPE {shlex.join(options)}"
+    yield f"audit: {result.json}"
 
 
 def _examples(result: AuditResult, finding: Finding) -> Iterator[str]:
