@@ -31,7 +31,6 @@ from accel_train.models.dropout import DropoutKeys, KeyedFunctions
 from accel_train.models.trial import kept_buffers
 from accel_train.models.verdict import Verdict
 from accel_train.optim.bitwise import seed_pass
-from accel_train.optim.optimizer import clip_gradients, parameters_to_clip
 
 if TYPE_CHECKING:
     from accel_train.optim.ema import Ema
@@ -70,10 +69,9 @@ class Step:
             nullcontext() if dropout is None or not verdict.functions else KeyedFunctions(dropout)
         )
         # With --bitwise the gradients of all virtual batches are summed without order, and DDP sums nothing.
-        trained = [parameter for parameter in bare_model.parameters() if parameter.requires_grad]
-        self.exact_gradients = ExactGradients(trained, plan.virtual_batches) if config.bitwise else None
+        self.trained = [parameter for parameter in bare_model.parameters() if parameter.requires_grad]
+        self.exact_gradients = ExactGradients(self.trained, plan.virtual_batches) if config.bitwise else None
         self.ddp_sums = not config.bitwise
-        self.clipped = parameters_to_clip(config.optim, self.bare_model)  # FSDP2 has replaced the parameters
         self.recomputed_buffers = models.prepare_recomputation(model, config.model)  # with gradient checkpointing
         self._samples, self._padded = 0, False  # of the current update
         self._weights = torch.empty(0)  # of the current micro-batch
@@ -134,7 +132,7 @@ class Step:
             drop_frozen_gradients(self.bare_model)  # first, for clipping counts the norm of all gradients
         if self.config.optim.clip is not None:
             self.accelerator.unscale_gradients(self.optimizer)
-            clip_gradients(self.config.optim, self.clipped)
+            nn.utils.clip_grad_norm_(self.trained, self.config.optim.clip)
         self.optimizer.step()
         if self.virtual_batches is not None:
             self.virtual_batches.end_update()

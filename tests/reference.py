@@ -98,7 +98,6 @@ EXAMPLES: dict[str, str] = {
     "optim.kwargs": """--optim.name adamw --optim.kwargs '{"amsgrad": true}'""",
     "optim.head-lr": "--model.pretrained true --optim.lr 0.001 --optim.head-lr 0.01",
     "optim.clip": "1.0",
-    "optim.clip-mode": "--optim.clip 0.02 --optim.clip-mode agc",
     "schedule.name": "--schedule.name cosine",
     "schedule.warmup-epochs": "0.5",
     "schedule.warmup-lr": "--schedule.warmup-epochs 0.5 --schedule.warmup-lr 1e-5",

@@ -182,7 +182,7 @@ def written(default: Any) -> str:
 
 
 def form(kind: Any) -> str:
-    """Return the form of an option's value: "INT", "norm|value|agc"."""
+    """Return the form of an option's value: "INT", "const|rand|pixel"."""
     parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
     if kind == int | float:
         return "NUMBER"

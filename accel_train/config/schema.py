@@ -294,9 +294,7 @@ class Optim:
     head_lr: Annotated[float | None, NOT_NEGATIVE] = None
     """Learning rate of the last layer, if it differs; the schedule changes both in the same proportion."""
     clip: Annotated[float | None, POSITIVE] = None
-    """Clip gradients to this value; see optim.clip-mode."""
-    clip_mode: Annotated[Literal["norm", "value", "agc"], Needs("optim.clip")] = "norm"
-    """Clip by the norm of all gradients, by value, or by the norm of each weight (AGC; not with FSDP2)."""
+    """Clip the gradients: the largest norm of all of them together."""
 
 
 @dataclass(frozen=True)

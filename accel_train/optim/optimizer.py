@@ -1,16 +1,14 @@
-"""Optimizers, torch's and timm's, and gradient clipping: by norm, by value, or adaptive (AGC)."""
+"""Optimizers, torch's and timm's, and their groups of parameters."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from accel_train.config.schema import Optim
 from accel_train.errors import UserError, nearest
@@ -98,10 +96,9 @@ TORCHS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def needs_timm(optim: Optim) -> bool:
-    """Whether timm makes the optimizer or clips the gradients."""
+    """Whether timm makes the optimizer."""
     own = parse_reference("optim.name", optim.name) is not None
-    adaptive = optim.clip is not None and optim.clip_mode == "agc"
-    return adaptive or optim.layer_decay is not None or not (own or optim.name in TORCHS)
+    return optim.layer_decay is not None or not (own or optim.name in TORCHS)
 
 
 def _kind(name: str) -> tuple[type[torch.optim.Optimizer], int, bool]:
@@ -243,37 +240,3 @@ def _zero_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             for parameter in group["params"]:
                 if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
-
-
-def parameters_to_clip(optim: Optim, model: nn.Module) -> list[nn.Parameter]:
-    """The parameters whose gradients `clip_gradients` clips.
-
-    All that are trained; for AGC without the classifier's (Brock et al. 2021, arxiv.org/abs/2102.06171,
-    section 4.1). Raises UserError for AGC if FSDP2 has split them: timm's needs whole tensors.
-    """
-    adaptive = optim.clip is not None and optim.clip_mode == "agc"
-    if adaptive and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise UserError("--optim.clip-mode agc: FSDP2 splits the weights; use norm or value, or DDP.")
-    heads = required_classifier(model, "--optim.clip-mode agc") if adaptive else ()
-    return [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not any(name.startswith(f"{head}.") for head in heads)
-    ]
-
-
-def clip_gradients(optim: Optim, parameters: Sequence[nn.Parameter]) -> None:
-    """Clip the gradients in place as optim.clip and clip_mode say. Under fp16 they must be unscaled before.
-
-    Collective if FSDP2 has split the parameters.
-    """
-    if optim.clip is None:
-        return
-    if optim.clip_mode == "norm":
-        nn.utils.clip_grad_norm_(parameters, optim.clip)
-    elif optim.clip_mode == "value":
-        nn.utils.clip_grad_value_(parameters, optim.clip)
-    else:
-        from timm.utils.agc import adaptive_clip_grad
-
-        adaptive_clip_grad(parameters, optim.clip)

@@ -74,7 +74,7 @@ def test_tab_in_bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["find-lr", "dig"], {"digits"}),
         (["train", "digits", "--optim.l"], {"--optim.lr", "--optim.layer-decay"}),
         (["doctor", "digits", "--augment.scale", "0.1", "1", "--optim.l"], {"--optim.lr", "--optim.layer-decay"}),
-        (["train", "digits", "--optim.clip-mode", ""], {"norm", "value", "agc"}),
+        (["train", "digits", "--augment.erase-mode", ""], {"const", "rand", "pixel"}),
         (["train", "digits", "--bitwise", "t"], {"true"}),
         (["train", "digits", "--data.root", ""], {"mine.yaml"}),
         (["train", "--help", ""], {*groups()}),
@@ -92,7 +92,7 @@ def test_tab_in_bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_zsh_accepts_the_script() -> None:
     code, out, _ = accel_train("completion", "zsh")
     assert code == 0
-    assert "optim.clip-mode" in out
+    assert "augment.erase-mode" in out
     if shutil.which("zsh") is None:
         pytest.skip("zsh is not installed")
     line = "source /dev/stdin && (( $+functions[_shtab_accel_train] ))"

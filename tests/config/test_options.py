@@ -401,7 +401,6 @@ def test_any_word_and_number_is_written_and_read(
         ("--schedule.decay 0.5", "with schedule.name=cosine; give --schedule.name step or multistep or plateau, or"),
         ("--schedule.warmup-lr 0.1", "without schedule.warmup-epochs; give --schedule.warmup-epochs, or leave it out"),
         ("--ema.decay 0.9", "without ema.enabled; give --ema.enabled true, or leave it out (command line)."),
-        ("--optim.clip-mode agc", "without optim.clip; give --optim.clip, or leave it out"),
         ("--optim.name adamw --optim.momentum 0.9", "with optim.name=adamw; choose another one, or leave it out"),
         ("--augment.mix-mode elem", "without augment.mixup or augment.cutmix"),
         ("--augment.scale 0.5 1", "with augment.crop=random; give --augment.crop resized, or"),

@@ -89,7 +89,6 @@ def test_the_ordinary_end_is_for_trackers_own_code_threads_and_profilers(monkeyp
     ("config", "library"),
     [
         (Config(optim=Optim(name="lamb")), "timm"),
-        (Config(optim=Optim(clip=1.0, clip_mode="agc")), "timm"),
         (Config(model=Model(name="resnet18")), "timm"),
         (Config(model=Model(name="torchvision/resnet18")), "torchvision"),
         (Config(augment=Augment(policy="randaugment")), "torchvision"),

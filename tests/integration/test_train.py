@@ -33,6 +33,17 @@ def test_plateau_counts_epochs_where_not_every_one_is_evaluated(tmp_path: Path) 
     assert rates == pytest.approx({**dict.fromkeys([1, 2, 3, 4], 1e-9), **dict.fromkeys([5, 6], 1e-10)})
 
 
+def test_the_step_has_the_norm_of_optim_clip(tmp_path: Path) -> None:
+    trained(
+        tmp_path,
+        "digits --data.train-limit 96 --epochs 1 --checkpoint.every-updates 1 --optim.name momentum --optim.momentum 0 "
+        "--optim.lr 2 --optim.weight-decay 0 --schedule.name constant --optim.clip 0.25",
+    )
+    before, after = (load_file(tmp_path / f"checkpoints/update-{n:08d}/model.safetensors") for n in (1, 2))
+    steps = torch.cat([(after[name] - before[name]).flatten() for name in before])
+    assert steps.norm().item() == pytest.approx(2 * 0.25, rel=1e-3)
+
+
 TINY = (
     "digits --data.name synthetic --data.train-limit 48 --data.test-limit 16 --model.image-size 32 --batch-size 16 "
     "--epochs 1 --log-every-updates 1 --model.image-size 32"

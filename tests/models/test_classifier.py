@@ -14,7 +14,7 @@ from accel_train.errors import UserError
 from accel_train.models.classifier import classifier_names, find_classifier, freeze
 from accel_train.models.weights import Weights, load_into
 from accel_train.models.wrapping import input_names
-from accel_train.optim.optimizer import create_optimizer, parameters_to_clip
+from accel_train.optim.optimizer import create_optimizer
 
 CLASSES = 5
 
@@ -98,15 +98,12 @@ def test_the_classifier_is_the_last_layer_or_what_the_model_says(model: nn.Modul
 def test_only_what_needs_an_unknown_classifier_is_refused(tmp_path: Path) -> None:
     model = Own()
     assert found(model) == () == input_names(model)
-    assert len(parameters_to_clip(Optim(), model)) == 2
     create_optimizer(Optim(), model)
     needed = r"give the model a method get_classifier\(\)"
     with pytest.raises(UserError, match=rf"--model\.freeze-body: .*{needed}"):
         freeze(model, Model(freeze_body=True))
     with pytest.raises(UserError, match=rf"--optim\.head-lr: .*{needed}"):
         create_optimizer(Optim(head_lr=1.0), model)
-    with pytest.raises(UserError, match=rf"--optim\.clip-mode agc: .*{needed}"):
-        parameters_to_clip(Optim(clip=1.0, clip_mode="agc"), model)
     save_file(Own().state_dict(), tmp_path / "same.safetensors")
     save_file(Own(7).state_dict(), tmp_path / "other.safetensors")
     letters = tuple("abcde")

@@ -20,7 +20,7 @@ from accel_train.errors import UserError
 from accel_train.models import create_model
 from accel_train.models.classifier import find_classifier
 from accel_train.optim.loss import balanced_class_weights, create_loss
-from accel_train.optim.optimizer import clip_gradients, create_optimizer, parameters_to_clip
+from accel_train.optim.optimizer import create_optimizer
 from accel_train.optim.schedule import LearningRate
 
 
@@ -268,55 +268,6 @@ def test_the_patience_of_plateau_counts_epochs_however_often_it_is_evaluated() -
     assert decays_after(made(), list(range(1, 31))) == [12, 23]
     assert decays_after(made(), list(range(2, 31, 2))) == [14, 26]  # 2 was the best: 12 epochs since, and 12 again
     assert decays_after(made(), list(range(11, 50, 11))) == [22, 33, 44]
-
-
-# Clipping
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def with_gradients() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = small_net()
-    model(torch.randn(4, 1, 8, 8)).square().sum().mul(100).backward()
-    return model
-
-
-def test_clipping_by_norm_keeps_the_direction() -> None:
-    model, untouched = with_gradients(), with_gradients()
-    optim = Optim(clip=0.5)
-    clip_gradients(optim, parameters_to_clip(optim, model))
-    clipped, before = (torch.cat([item.flatten() for item in gradients(net)]) for net in (model, untouched))
-    assert clipped.norm().item() == pytest.approx(0.5, rel=1e-4)
-    torch.testing.assert_close(clipped, before * (0.5 / before.norm()))
-
-
-def test_clipping_by_value() -> None:
-    model, untouched = with_gradients(), with_gradients()
-    optim = Optim(clip=0.1, clip_mode="value")
-    clip_gradients(optim, parameters_to_clip(optim, model))
-    for clipped, before in zip(gradients(model), gradients(untouched), strict=True):
-        assert torch.equal(clipped, before.clamp(-0.1, 0.1))
-
-
-def test_agc_needs_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_train.optim.optimizer.DTensor", nn.Parameter)  # as if FSDP2 had split all
-    with pytest.raises(UserError, match=r"--optim\.clip-mode agc: FSDP2 splits the weights"):
-        parameters_to_clip(Optim(clip=0.01, clip_mode="agc"), small_net())
-    assert parameters_to_clip(Optim(clip_mode="agc"), small_net())
-
-
-def test_agc_leaves_the_classifier_alone() -> None:
-    model, untouched = with_gradients(), with_gradients()
-    optim = Optim(clip=0.01, clip_mode="agc")
-    clip_gradients(optim, parameters_to_clip(optim, model))
-    assert torch.equal(gradients(model)[-2], gradients(untouched)[-2])
-    weight, gradient = model[0].weight.detach(), model[0].weight.grad  # type: ignore[operator]
-    assert gradient is not None
-    ratios = gradient.flatten(1).norm(dim=1) / weight.flatten(1).norm(dim=1).clamp(min=1e-3)  # type: ignore[operator]
-    assert ratios.max().item() == pytest.approx(0.01, rel=1e-3)
 
 
 # Loss
