@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
 import signal
 import subprocess
@@ -122,12 +121,6 @@ def test_a_dispatch_mode_sees_each_operation() -> None:
     with Watch():
         torch.ones(2).sum().item()
     assert torch.ops.aten._local_scalar_dense.default in seen
-
-
-def test_a_file_is_pickled_by_its_descriptor() -> None:
-    source, target = os.pipe()
-    with os.fdopen(target, "wb"), os.fdopen(source, "rb"):
-        assert hasattr(data_compat.DupFd(target), "detach")
 
 
 # Started as a script, whose main module a worker of multiprocessing's own would import again.

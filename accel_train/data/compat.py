@@ -12,7 +12,6 @@ import tempfile
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext as ForkServerContext
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.reduction import DupFd as DupFd
 from types import ModuleType
 from typing import Any
 

@@ -30,7 +30,7 @@ from accel_train.data.sources.load import IN_MEMORY, resolve_mean_std
 from accel_train.data.sources.splits import Source, Splits, has_one_size, unwrap_subset
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.parameters import AugmentParameters, resize_default, transforms_each_image
-from accel_train.data.worker_processes import WORKERS, WorkerContext, WorkerInit, start_server
+from accel_train.data.worker_processes import WORKERS, WorkerContext, end_with_trainer, start_server
 from accel_train.errors import UserError
 from accel_train.launch.process import core_set, hostname, share_of_cores
 from accel_train.task import Task
@@ -311,7 +311,7 @@ def create_loader(
         pin_memory=device.type == "cuda",
         # Evaluation's workers end with each pass, because they use the same cores as training's.
         persistent_workers=training and workers > 0,
-        worker_init_fn=WorkerInit() if workers else None,
+        worker_init_fn=end_with_trainer if workers else None,
         multiprocessing_context=WorkerContext(WORKERS) if workers else None,
     )
 

@@ -10,7 +10,6 @@ safe, but each worker would import torch separately.
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
@@ -26,14 +25,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accel_train.data.compat import (
-    DupFd,
     ForkServerContext,
     ForkServerWorker,
     shorten_socket_paths,
     start_fork_server,
     start_resource_tracker,
 )
-from accel_train.launch.process import available_cores, stacks_file
+from accel_train.launch.process import available_cores
 from accel_train.launch.stopping import ENDINGS, WARNINGS
 
 WORKERS = "accel_train.data.workers"
@@ -62,11 +60,10 @@ def _ensure_server() -> None:
     before = {name: os.environ.get(name) for name in variables}
     # Processes started here inherit the blocked signals, and so do the workers: SIGTERM would end the server. This
     # process receives such a signal a moment later.
-    blocked = {*STOP_SIGNALS, signal.SIGUSR2}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         start_resource_tracker()
-        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # again, because that has unblocked some
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # again, because that has unblocked some
         os.environ.update(variables)
         start_fork_server()
     finally:
@@ -103,27 +100,11 @@ def _end_workers() -> None:
 atexit.register(_end_workers)  # handlers run in reverse order: this one before multiprocessing.util's, imported above
 
 
-class WorkerInit:
-    """A loader's worker_init_fn."""
+def end_with_trainer(_worker: int = 0) -> None:
+    """In a worker: ignore the signals that stop a run, and end when the trainer ends, however it ends.
 
-    def __init__(self) -> None:
-        self.stacks = stacks_file()
-
-    def __getstate__(self) -> Any:
-        return DupFd(self.stacks.fileno())
-
-    def __setstate__(self, file: Any) -> None:
-        self.stacks = os.fdopen(file.detach(), "wb", buffering=0)
-
-    def __call__(self, _worker: int) -> None:
-        end_with_trainer()
-        # faulthandler does not run Python code, so it also works in a worker that hangs.
-        faulthandler.register(signal.SIGUSR2, self.stacks, all_threads=True)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
-
-
-def end_with_trainer() -> None:
-    """In a worker: ignore the signals that stop a run, and end when the trainer ends, however it ends."""
+    A pool's initializer, or a loader's worker_init_fn, which is given the worker's number.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_wait_for_trainer, daemon=True).start()

@@ -7,28 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
-import multiprocessing
 import os
 import platform
 import re
-import signal
 import socket
 import sys
-import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import IO
 
 import psutil
 
 from accel_train.errors import print_line
 from accel_train.files import open_to_write
 from accel_train.untrusted import read_regular_file, read_yaml
-
-ANSWER_SECONDS = 0.2  # for a data worker to answer a signal
 
 
 def job_id() -> str:
@@ -140,14 +132,8 @@ def _zombie_and_start(pid: int) -> tuple[bool, str]:
         return False, ""
 
 
-@functools.cache
-def stacks_file() -> IO[bytes]:
-    """The file to which this process's data workers write their threads' stacks on SIGUSR2."""
-    return tempfile.TemporaryFile()
-
-
 def write_stacks(path: Path, heading: str) -> None:
-    """Write the stacks of all threads of this process and of its data workers into the file `path`, below `heading`.
+    """Write the stacks of all threads of this process into the file `path`, below `heading`.
 
     An error is only a warning: the run ends anyway.
     """
@@ -157,15 +143,6 @@ def write_stacks(path: Path, heading: str) -> None:
             file.write(f"{heading}\n\n".encode())
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-            for worker in multiprocessing.active_children():
-                if worker.pid is not None:
-                    os.kill(worker.pid, signal.SIGUSR2)
-                    time.sleep(ANSWER_SECONDS)
-                    stacks = stacks_file()
-                    stacks.seek(0)
-                    file.write(f"\n\ndata worker, process {worker.pid}\n\n".encode() + stacks.read())
-                    stacks.seek(0)
-                    stacks.truncate()
     except OSError as error:
         print_line(f"accel-train: warning: the stacks cannot be written: {error}", sys.__stderr__)
 

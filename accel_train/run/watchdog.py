@@ -348,7 +348,7 @@ class Watchdog:
         return f" The slow one: {self._store.describe(slow)}."
 
     def _write_stacks(self, text: str) -> None:
-        """Write the stacks of all threads of this process and of its data workers into the run's folder."""
+        """Write the stacks of all threads of this process into the run's folder."""
         if not self.run.lease.holds():
             return
         name = f"rank {self.rank} on {hostname()}, process {os.getpid()}: {self._activity}, after update {self._update}"

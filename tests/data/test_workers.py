@@ -29,7 +29,7 @@ TRAINER = """
 import sys
 from torch.utils.data import DataLoader, Dataset
 from accel_train.data import workers
-from accel_train.data.worker_processes import WorkerContext, WorkerInit
+from accel_train.data.worker_processes import WorkerContext, end_with_trainer
 from accel_train.data.sources.arrays import Synthetic
 if __name__ != "__main__":
     open("imported-again", "w").close()
@@ -37,7 +37,7 @@ from accel_train.data.order.samplers import EvaluationSampler
 source = Synthetic("train", 0, 64, channels=1, size=8)
 loader = DataLoader(
     workers.BatchDataset(source, None, 0), batch_sampler=EvaluationSampler(64, 8), collate_fn=workers.no_collate,
-    num_workers=2, persistent_workers=True, worker_init_fn=WorkerInit(),
+    num_workers=2, persistent_workers=True, worker_init_fn=end_with_trainer,
     multiprocessing_context=WorkerContext(workers.__name__),
 )
 batches = iter(loader)
