@@ -111,7 +111,6 @@ EXAMPLES: dict[str, str] = {
     "loss.name": "bce",
     "loss.label-smoothing": "0.1",
     "loss.bce-target-threshold": "--loss.name bce --loss.bce-target-threshold 0.2",
-    "loss.bce-pos-weight": "--loss.name bce --loss.bce-pos-weight 4",
     "ema.decay": "--ema.enabled true --ema.decay 0.999",
     "ema.every-updates": "--ema.enabled true --ema.every-updates 32",
     "ema.scale-decay": "--schedule.name cosine --ema.enabled true --ema.scale-decay true",

@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_train.config.declaration import BEST_METRICS, FALLING, TAKEN_NAMES, Bound, Needs
 from accel_train.config.recipe import Option
-from accel_train.config.schema import Augment, Config, Data, Loss, Model, declared, option_types, value
+from accel_train.config.schema import Augment, Config, Data, Model, declared, option_types, value
 from accel_train.config.url import check_protocol, is_url
 from accel_train.errors import UserError
 from accel_train.user_code.reference import CHOSEN_METRICS, metric_name, parse_reference
@@ -53,10 +53,10 @@ def contradictions(config: Config) -> dict[str, str]:
         mistakes["data.sampler"] = "shuffle with data.order=shards, or give loss.class-weights=balanced"
     if config.data.sampler == "balanced" and config.loss.class_weights == "balanced":
         mistakes["loss.class-weights"] = "none with data.sampler=balanced: both together correct the imbalance twice"
-    if config.loss.name != "binary_cross_entropy":
-        for name in ("bce_target_threshold", "bce_pos_weight"):
-            if getattr(config.loss, name) != getattr(Loss(), name):
-                mistakes[f"loss.{name}".replace("_", "-")] = "its default unless loss.name=bce, whose option it is"
+    if config.loss.name != "binary_cross_entropy" and config.loss.bce_target_threshold is not None:
+        mistakes["loss.bce-target-threshold"] = "its default unless loss.name=bce, whose option it is"
+    if config.loss.label_smoothing and parse_reference("loss.name", config.loss.name) is not None:
+        mistakes["loss.label-smoothing"] = "0 with a loss of your own, which smooths the targets itself"
     names = [metric_name(text) for text in config.metrics]
     users = [metric_name(text) for text in config.metrics if text not in CHOSEN_METRICS]
     if taken := [name for name in users if name in TAKEN_NAMES or name.startswith("class_")]:

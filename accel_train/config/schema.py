@@ -337,8 +337,6 @@ class Loss:
     """balanced: weight samples inversely to the size of their class; the mean weight is 1."""
     bce_target_threshold: Annotated[float | None, PART] = None
     """bce: a smoothed or mixed target above this is 1, any other 0 (as in ResNet strikes back: 0.2)."""
-    bce_pos_weight: Annotated[tuple[float, ...], ALL_POSITIVE] = ()
-    """bce: factor of the loss where the target is 1, as torch's pos_weight: one number, or one of each class."""
     # balanced: the mean is over the training samples. With label smoothing, the weight multiplies the whole loss of a
     # sample. torch's CrossEntropyLoss(weight, label_smoothing) differs: it weights each class's part of the smoothed
     # target by the weight of that class, and divides by the sum of the weights.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 
 import torch
@@ -15,32 +14,29 @@ from accel_train.errors import UserError
 from accel_train.task import SEVERAL_LABELS, Task, task_of
 from accel_train.user_code.reference import Reference, parse_reference
 
-LossOfSamples = Callable[[Tensor, Tensor, Loss, Tensor | None], Tensor]
-"""(logits [b, C], target, options, options.bce_pos_weight on their device: float [1] or [C]) to losses [b]."""
+LossOfSamples = Callable[[Tensor, Tensor, Loss], Tensor]
+"""(logits [b, C], target, options) to losses [b]."""
 
 
-def create_loss(
-    loss: Loss, class_weights: Tensor | None, device: torch.device | None = None
-) -> Callable[[Tensor, Tensor], Tensor]:
+def create_loss(loss: Loss, class_weights: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
     """The training loss: (logits [b, C], target int64 [b] or probabilities float [b, C]) to float32 [b].
 
     Of data with several labels an image the target is 1 for each of them.
 
     The loss of each sample, with its target smoothed (Szegedy et al. 2016, arxiv.org/abs/1512.00567), times the weight
     of its class: `class_weights` float32 [C], on the device of the logits; for mixed targets the mean of the weights
-    by the target. The caller takes the mean over samples, so the weights should have mean 1 over them. `device`: of
-    the logits. Raises UserError if a user's own loss cannot be loaded.
+    by the target. The caller takes the mean over samples, so the weights should have mean 1 over them. Raises UserError
+    if a user's own loss cannot be loaded.
     """
     reference = parse_reference("loss.name", loss.name)
-    losses_of = LOSSES[loss.name] if reference is None else _users_loss(reference, loss.label_smoothing)
-    pos_weight = torch.tensor(loss.bce_pos_weight, device=device) if loss.bce_pos_weight else None
+    losses_of = LOSSES[loss.name] if reference is None else _users_loss(reference)
 
     def per_sample(logits: Tensor, target: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bf16 would lose digits
         mixed = target.is_floating_point()
         if mixed:
             target = target.to(logits)
-        losses = losses_of(logits, target, loss, pos_weight)
+        losses = losses_of(logits, target, loss)
         if class_weights is None:
             return losses
         weights = class_weights.to(losses)
@@ -49,28 +45,20 @@ def create_loss(
     return per_sample
 
 
-def _users_loss(reference: Reference, smoothing: float) -> LossOfSamples:
-    """The user's function of (logits, targets), or of (logits, targets, label_smoothing), tried with a few samples.
-
-    Raises UserError unless it returns a loss for each sample that has a gradient.
-    """
+def _users_loss(reference: Reference) -> LossOfSamples:
+    """The user's function of (logits, targets). It raises UserError unless it returns a loss for each sample."""
     from accel_train.user_code.loading import load, showing_user_lines
 
     where = f"--loss.name {reference.short}"
     function = load("loss.name", reference)
     if isinstance(function, nn.Module):  # an object of a program, which may have weights of classes
         function = copy.deepcopy(function)
-    extra = {}
-    if "label_smoothing" in inspect.signature(function).parameters:
-        extra["label_smoothing"] = smoothing
-    elif smoothing:
-        raise UserError(f"{where}: does not take label_smoothing; set --loss.label-smoothing 0, or add that argument.")
 
     def losses(logits: Tensor, target: Tensor, *_: object) -> Tensor:
         if isinstance(function, nn.Module):
             function.to(logits.device)
         with showing_user_lines("loss.name", reference):
-            values = function(logits, target, **extra)
+            values = function(logits, target)
         if not isinstance(values, Tensor) or values.shape != logits.shape[:1] or not values.is_floating_point():
             found = f"{str(values.dtype)[6:]} {list(values.shape)}" if isinstance(values, Tensor) else type(values)
             raise UserError(
@@ -95,13 +83,8 @@ def create_checked_loss(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """The training loss for samples with `labels`, on `device`: see `create_loss`, `check_task` and `check_loss`."""
     check_task(loss, task_of(labels))
-    if len(loss.bce_pos_weight) not in (0, 1, classes):
-        raise UserError(
-            f"--loss.bce-pos-weight: found {len(loss.bce_pos_weight)} numbers; expected one, or {classes}, one of each "
-            "class in the order of the classes."
-        )
     weights = balanced_class_weights(labels, classes).to(device) if loss.class_weights == "balanced" else None
-    criterion = create_loss(loss, weights, device)
+    criterion = create_loss(loss, weights)
     check_loss(loss, criterion, classes, device, task_of(labels), mixes=mixes)
     return criterion
 
@@ -141,11 +124,11 @@ def check_loss(
             )
 
 
-def _cross_entropy(logits: Tensor, target: Tensor, loss: Loss, _pos_weight: Tensor | None) -> Tensor:
+def _cross_entropy(logits: Tensor, target: Tensor, loss: Loss) -> Tensor:
     return F.cross_entropy(logits, target, reduction="none", label_smoothing=loss.label_smoothing)
 
 
-def _binary_cross_entropy(logits: Tensor, target: Tensor, loss: Loss, pos_weight: Tensor | None) -> Tensor:
+def _binary_cross_entropy(logits: Tensor, target: Tensor, loss: Loss) -> Tensor:
     """Each class against all others, the mean over the classes (Wightman et al. 2021, arxiv.org/abs/2110.00476).
 
     As timm's BinaryCrossEntropy: a target t is smoothed to t (1 - smoothing) + smoothing / classes. With a threshold
@@ -156,8 +139,7 @@ def _binary_cross_entropy(logits: Tensor, target: Tensor, loss: Loss, pos_weight
     smoothed = probabilities * (1 - smoothing) + smoothing / classes
     if loss.bce_target_threshold is not None:
         smoothed = (smoothed > loss.bce_target_threshold).to(smoothed.dtype)
-    losses = F.binary_cross_entropy_with_logits(logits, smoothed, reduction="none", pos_weight=pos_weight)
-    return losses.mean(1)
+    return F.binary_cross_entropy_with_logits(logits, smoothed, reduction="none").mean(1)
 
 
 LOSSES: dict[str, LossOfSamples] = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy}

@@ -24,7 +24,7 @@ def factor(epoch, epochs):
 """
 PARTS = {
     "mixing": "--augment.mixup 0.8 --augment.cutmix 1 --augment.mix-mode batch "
-    "--loss.name bce --loss.bce-target-threshold 0.2 --loss.bce-pos-weight 2 --optim.lr 0.01",
+    "--loss.name bce --loss.bce-target-threshold 0.2 --optim.lr 0.01",
     "elem": "--augment.mixup 0.8 --augment.cutmix 1 --augment.mix-mode elem --data.repeats 3",
     "repeats": "--data.repeats 3 --augment.flip 0.5 --augment.mixup 0.2 --model.name mnist_cnn --model.image-size 28 "
     "--model.dropout 0.2",

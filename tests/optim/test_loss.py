@@ -24,9 +24,6 @@ import torch.nn.functional as F
 def good(logits, targets):
     return F.cross_entropy(logits, targets, reduction="none")
 
-def smooth(logits, targets, label_smoothing):
-    return F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
-
 class Focal(torch.nn.Module):
     def forward(self, logits, targets):
         losses = F.cross_entropy(logits, targets, reduction="none")
@@ -69,8 +66,6 @@ def test_the_user_s_loss_is_the_loss(tmp_path: Path, mixes: bool) -> None:
     assert torch.equal(own_loss(tmp_path, "good", mixes=mixes)(logits, targets), expected)
     weighted = own_loss(tmp_path, "good", mixes=mixes, weights=weights)(logits, targets)
     assert torch.allclose(weighted, expected * weights[labels])
-    smooth = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
-    assert torch.equal(own_loss(tmp_path, "smooth", mixes=mixes, label_smoothing=0.1)(logits, targets), smooth)
     assert torch.equal(
         own_loss(tmp_path, "focal", mixes=mixes)(logits, targets), (1 - (-expected).exp()) ** 2 * expected
     )
@@ -88,7 +83,6 @@ def test_the_user_s_loss_is_the_loss(tmp_path: Path, mixes: bool) -> None:
         ("coupled", {}, "the loss of a sample depends on the other samples beside it"),
         ("labels_only", {"mixes": True}, "RuntimeError: gather(): Expected dtype int32/int64 for index (mine.py, line"),
         ("fails", {}, "Target 2 is out of bounds (mine.py, line "),
-        ("good", {"label_smoothing": 0.1}, "set --loss.label-smoothing 0, or add that argument"),
     ],
 )
 def test_what_is_wrong_with_a_loss_is_one_line(
@@ -107,36 +101,37 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        ({"bce_target_threshold": 0.2}, {"target_threshold": 0.2}),
-        ({"bce_pos_weight": (3.0,)}, {"pos_weight": 3.0}),
-        ({"bce_pos_weight": (1.0, 2.0, 0.5, 4.0)}, {"pos_weight": torch.tensor([1.0, 2.0, 0.5, 4.0])}),
-        ({"bce_target_threshold": 0.0, "bce_pos_weight": (2.0,)}, {"target_threshold": 0.0, "pos_weight": 2.0}),
-    ],
-)
-def test_it_is_timms_loss(ours: dict[str, Any], theirs: dict[str, Any], smoothing: float) -> None:
-    loss = create_loss(Loss(name="binary_cross_entropy", label_smoothing=smoothing, **ours), None)
-    expected = BinaryCrossEntropy(smoothing=smoothing, **theirs)
+@pytest.mark.parametrize("threshold", [None, 0.0, 0.2])
+def test_it_is_timms_loss(threshold: float | None, smoothing: float) -> None:
+    options = Loss(name="binary_cross_entropy", label_smoothing=smoothing, bce_target_threshold=threshold)
+    loss = create_loss(options, None)
+    expected = BinaryCrossEntropy(smoothing=smoothing, target_threshold=threshold)
     torch.testing.assert_close(loss(LOGITS, LABELS).mean(), expected(LOGITS, LABELS))
     # timm's Mixup has smoothed such targets; here the loss does.
     torch.testing.assert_close(loss(LOGITS, SOFT).mean(), expected(LOGITS, SOFT * (1 - smoothing) + smoothing / 4))
 
 
-def test_own_weights_of_the_classes_as_the_page_has_them(tmp_path: Path) -> None:
+def written_from_the_page(name: str, folder: Path) -> Path:
+    """Write the file `name` of docs/own.md into a folder."""
     page = (Path(__file__).parents[2] / "docs/own.md").read_text()
-    (tmp_path / "weighted.py").write_text(page.split("```python\n# weighted.py\n")[1].partition("```")[0])
+    (folder / name).write_text(page.split(f"```python\n# {name}\n")[1].partition("```")[0])
+    return folder / name
+
+
+def test_factors_of_what_is_there_are_timms_pos_weight(tmp_path: Path) -> None:
+    path = written_from_the_page("rare.py", tmp_path)
+    logits, targets = LOGITS[:, :2], (SOFT[:, :2] > 0.25).float()
+    loss = create_checked_loss(Loss(name=f"{path}:rare"), targets, 2, CPU, mixes=False)
+    expected = BinaryCrossEntropy(smoothing=0.0, pos_weight=torch.tensor([1.0, 4.0]))
+    torch.testing.assert_close(loss(logits, targets).mean(), expected(logits, targets))
+
+
+def test_own_weights_of_the_classes_as_the_page_has_them(tmp_path: Path) -> None:
+    written_from_the_page("weighted.py", tmp_path)
     logits, labels = torch.randn(10, 10, generator=torch.Generator().manual_seed(0)), torch.arange(10)
     loss = create_checked_loss(Loss(name=f"{tmp_path}/weighted.py:weighted"), labels, 10, CPU, mixes=False)
     weights = torch.tensor([1, 1, 2.5, 1, 1, 1, 1, 0.5, 1, 1])
     torch.testing.assert_close(loss(logits, labels), create_loss(Loss(), None)(logits, labels) * weights[labels])
-
-
-def test_a_wrong_number_of_weights_is_said() -> None:
-    loss = Loss(name="binary_cross_entropy", bce_pos_weight=(1.0,) * 3)
-    with pytest.raises(UserError, match="found 3 numbers; expected one, or 4"):
-        create_checked_loss(loss, LABELS, 4, CPU, mixes=False)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +139,7 @@ def test_a_wrong_number_of_weights_is_said() -> None:
     [
         ("--loss.bce-target-threshold 0.2", "--loss.bce-target-threshold: expected its default unless"),
         ("--loss.name bce --loss.bce-target-threshold 1", "at least 0 and below 1"),
-        ("--loss.name bce --loss.bce-pos-weight 0", "numbers greater than 0"),
+        ("--loss.name mine.py:good --loss.label-smoothing 0.1", "expected 0 with a loss of your own"),
         ("--augment.mix-mode element", "Did you mean 'elem'?"),
     ],
 )
