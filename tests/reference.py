@@ -106,7 +106,6 @@ EXAMPLES: dict[str, str] = {
     "schedule.step-epochs": "--schedule.name step --schedule.step-epochs 10",
     "schedule.milestones": "--schedule.name multistep --schedule.milestones 10 15",
     "schedule.decay": "--schedule.name step --schedule.decay 0.5",
-    "schedule.power": "--schedule.name poly --schedule.power 0.9",
     "schedule.patience-epochs": "--schedule.name plateau --data.val-fraction 0.1 --schedule.patience-epochs 5",
     "loss.name": "bce",
     "loss.label-smoothing": "0.1",

@@ -109,7 +109,7 @@ TAKEN_NAMES = {
     "images", "lr", "images_per_second", "data_wait_fraction",
 }  # fmt: skip
 """The keys beside which a user's metric is written: in metrics.jsonl, in evaluation-SPLIT.json, and in result.json."""
-FALLING = ("cosine", "poly", "one_cycle")
+FALLING = ("cosine", "poly")
 """Schedules that fall until the last epoch, so that the number of epochs cannot change in a run."""
 SCHEDULES = ("constant", "step", "multistep", "plateau", *FALLING)
 OWN_SCHEDULE = "FILE.py:FUNCTION"

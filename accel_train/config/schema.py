@@ -300,7 +300,7 @@ class Optim:
 @dataclass(frozen=True)
 class Schedule:
     name: Annotated[str, SCHEDULE_NAME] = "constant"
-    """Learning rate after the warm-up: constant, cosine, step, multistep, poly, one_cycle, plateau; or your own
+    """Learning rate after the warm-up: constant, cosine, step, multistep, poly (a straight line), plateau; or your own
     FILE.py:FUNCTION of (epoch, epochs), which returns the factor of the learning rate. All but plateau depend on the
     update number alone."""
     per: Literal["update", "epoch"] = "update"
@@ -313,15 +313,13 @@ class Schedule:
     """cosine, poly: true: the decay begins when the warm-up ends; false: it is computed from the first update (timm's
     default)."""
     min_lr: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", (*FALLING, "plateau"))] = 0.0
-    """cosine, poly, one_cycle, plateau: lowest learning rate."""
+    """cosine, poly, plateau: lowest learning rate."""
     step_epochs: Annotated[float, POSITIVE, Needs("schedule.name", ("step",))] = 30.0
     """step: epochs from one decay to the next, counted from the start of the run."""
     milestones: Annotated[tuple[int, ...], MILESTONES, Needs("schedule.name", ("multistep",))] = ()
     """multistep: epochs after which the learning rate decays."""
     decay: Annotated[float, FRACTION, Needs("schedule.name", ("step", "multistep", "plateau"))] = 0.1
     """step, multistep, plateau: factor of one decay."""
-    power: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", ("poly",))] = 1.0
-    """poly: exponent; 1 is a straight line to schedule.min-lr."""
     patience_epochs: Annotated[int, NOT_NEGATIVE, Needs("schedule.name", ("plateau",))] = 10
     """plateau: decay after more than this many epochs without a better value of best-metric."""
 
@@ -362,7 +360,7 @@ class Stop:
     """End the run after this many epochs without a better value of best-metric (early stopping); default: never."""
     updates: Annotated[int | None, POSITIVE, Free("a run may end earlier or later", unless=ENDING), ENDS_RUN] = None
     """End the run after this many updates, if epochs are not done earlier. A schedule that decays until the end of the
-    run (cosine, poly, one_cycle, your own) then decays until this update."""
+    run (cosine, poly, your own) then decays until this update."""
     hours: Annotated[float | None, POSITIVE, ENDS_RUN] = None
     """End the run after the epoch in which its total time, over all its starts, reaches this many hours; default:
     never."""

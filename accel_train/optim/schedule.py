@@ -95,10 +95,7 @@ class LearningRate:
 
     def _rate(self, t: int, base: float) -> float:
         """The learning rate at update t, counted from 0, of a group whose own is `base`; without its `lr_scale`."""
-        schedule = self.schedule
-        if schedule.name == "one_cycle":
-            return self._one_cycle(t, base)
-        rate = base
+        schedule, rate = self.schedule, base
         if t < self.warmup:
             rate = schedule.warmup_lr + t * ((base - schedule.warmup_lr) / self.warmup)
         elif schedule.name in ("cosine", "poly"):
@@ -120,7 +117,7 @@ class LearningRate:
         if done >= length:
             return lowest
         if schedule.name == "poly":
-            return float(lowest + (base - lowest) * (1 - done / length) ** schedule.power)
+            return lowest + (base - lowest) * (1 - done / length)
         return lowest + 0.5 * (base - lowest) * (1 + math.cos(math.pi * done / length))
 
     def _decays(self, t: int) -> int:
@@ -133,15 +130,6 @@ class LearningRate:
         # Asked only where epochs begin, one that was rounded up would be an epoch late; so would 0.1 * 3 > 0.3.
         interval = interval * (1 - 1e-12) if schedule.per == "epoch" else max(round(interval), 1)
         return int(t // interval)
-
-    def _one_cycle(self, t: int, middle: float) -> float:
-        """The rate goes from warmup_lr to `middle` in the warm-up, and then to min_lr, both as a cosine, as torch's
-        OneCycleLR does (L. Smith 2018, arxiv.org/abs/1803.09820)."""
-        peak = max(self.warmup - 1, 0)
-        start, end, share = self.schedule.warmup_lr, middle, t / max(peak, 1)
-        if t >= peak:
-            start, end, share = middle, self.schedule.min_lr, min((t - peak) / max(self.updates - 1 - peak, 1), 1.0)
-        return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
 
     def step_update(self, update: int) -> None:
         """Set the learning rate of update number `update`, counted from 0."""

@@ -28,7 +28,7 @@ def allowed(saved, new, allow=()):
 def test_what_is_learned_is_refused_by_default():
     learned = {key for key in KEYS if affects_learning(key, "cosine")}
     assert {"seed", "batch-size", "epochs", "optim.lr", "model.name", "data.val-fraction", "ema.decay"} <= learned
-    assert {"augment.mixup", "loss.label-smoothing", "schedule.power", "data.drop-last"} <= learned
+    assert {"augment.mixup", "loss.label-smoothing", "schedule.min-lr", "data.drop-last"} <= learned
     assert not {"micro-batch-size", "data.root", "data.workers", "output-dir", "checkpoint.keep"} & learned
 
 

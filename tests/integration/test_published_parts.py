@@ -37,8 +37,6 @@ PARTS = {
     "own schedule": "--epochs 3 --optim.name momentum --schedule.warmup-epochs 1 --schedule.name mine.py:factor "
     "--schedule.per epoch --ema.enabled true --ema.decay 0.9 --ema.every-updates 3 --ema.after-epochs 1 "
     "--ema.scale-decay true",
-    "one cycle": "--optim.name momentum --schedule.warmup-epochs 1 --schedule.name one_cycle --ema.enabled true "
-    "--ema.every-updates 3 --ema.after-epochs 1",
 }
 
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from timm.loss import BinaryCrossEntropy
 from torch import Tensor
 
+from accel_train.config.checks import contradictions
 from accel_train.config.options import parse
-from accel_train.config.schema import Loss
+from accel_train.config.schema import Config, Loss
 from accel_train.errors import UserError
 from accel_train.optim.loss import check_loss, create_checked_loss, create_loss
 from accel_train.task import ONE_LABEL
@@ -139,7 +140,6 @@ def test_own_weights_of_the_classes_as_the_page_has_them(tmp_path: Path) -> None
     [
         ("--loss.bce-target-threshold 0.2", "--loss.bce-target-threshold: expected its default unless"),
         ("--loss.name bce --loss.bce-target-threshold 1", "at least 0 and below 1"),
-        ("--loss.name mine.py:good --loss.label-smoothing 0.1", "expected 0 with a loss of your own"),
         ("--augment.mix-mode element", "Did you mean 'elem'?"),
     ],
 )
@@ -147,3 +147,8 @@ def test_what_does_not_fit_together_is_refused(words: str, message: str) -> None
     with pytest.raises(UserError) as error:
         parse(["digits", *words.split()])
     assert message in str(error.value) and len(error.value.messages) == 1
+
+
+def test_a_loss_of_one_s_own_smooths_the_targets_itself() -> None:
+    config = Config(loss=Loss(name="mine.py:good", label_smoothing=0.1))
+    assert contradictions(config)["loss.label-smoothing"].startswith("0 with a loss of your own")

@@ -185,7 +185,6 @@ SCHEDULES = st.builds(
     step_epochs=st.sampled_from([0.5, 1.0, 2.5]),
     milestones=st.sampled_from([(1,), (2, 4)]),
     decay=st.sampled_from([0.1, 0.7]),
-    power=st.sampled_from([1.0, 2.0]),
 )
 
 

@@ -62,6 +62,18 @@ def test_it_multiplies_the_rate_of_each_group_and_the_warm_up(tmp_path: Path, pe
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([warm * factor, warm * factor / 2])
 
 
+def test_one_cycle_of_the_page_is_torchs() -> None:
+    page = (Path(__file__).parents[2] / "docs/own.md").read_text()
+    space: dict[str, Any] = {}
+    exec(page.split("```python\n# schedules.py\n")[1].partition("```")[0], space)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=1200)
+    for update in range(1199):
+        assert space["one_cycle"](update / 100, 12.0) == pytest.approx(optimizer.param_groups[0]["lr"], abs=0.01)
+        optimizer.step()
+        theirs.step()
+
+
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize(
     ("line", "said"),

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.utils import ModelEmaV3
 from torch import nn
-from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from accel_train.config.schema import Ema, Schedule
@@ -64,16 +63,16 @@ def test_rates_are_those_of_timms_training(name: str, prefix: bool, per: str) ->
         sched=name,
         num_epochs=EPOCHS,
         decay_epochs=3,
-        decay_rate=0.5,
+        decay_rate=1.0 if name == "poly" else 0.5,  # timm's power of poly
         cooldown_epochs=0,
         warmup_epochs=3,
         warmup_lr=0.01,
         min_lr=0.02,
         warmup_prefix=prefix,
     )
-    common: dict[str, Any] = {"warmup_epochs": 3, "warmup_lr": 0.01, "min_lr": 0.02, "power": 0.5}
+    common: dict[str, Any] = {"warmup_epochs": 3, "warmup_lr": 0.01, "min_lr": 0.02}
     schedule = Schedule(name=name, per=per, warmup_prefix=prefix, step_epochs=3, decay=0.5, **common)  # type: ignore[arg-type]
-    epochs = len(expected) // UPDATES  # timm's power is its decay_rate
+    epochs = len(expected) // UPDATES
     assert [group["lr"] for group in values(schedule, sgd(), epochs)] == pytest.approx(expected, rel=1e-12)
 
 
@@ -113,28 +112,6 @@ def test_plateau_is_timms(figures: list[float], warmup: int, patience: int, lowe
             assert ours.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-9)
         scheduler.step(epoch + 1, figure)
         made.step(epoch + 1, -figure if lower else figure)  # as `evaluate` in train.py
-
-
-@pytest.mark.parametrize("warmup", [1, 3])
-def test_one_cycle_is_torchs(warmup: int) -> None:
-    theirs, total = sgd(), EPOCHS * UPDATES
-    scheduler = lr_scheduler.OneCycleLR(
-        theirs,
-        max_lr=0.4,
-        total_steps=total,
-        pct_start=warmup / EPOCHS,
-        div_factor=25,
-        final_div_factor=100,
-        cycle_momentum=False,
-    )
-    expected = []
-    for update in range(total):
-        expected.append(theirs.param_groups[0]["lr"])
-        theirs.step()
-        if update < total - 1:
-            scheduler.step()
-    schedule = Schedule(name="one_cycle", warmup_epochs=warmup, warmup_lr=0.4 / 25, min_lr=0.4 / 2500)
-    assert [each["lr"] for each in values(schedule, sgd())] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
