@@ -274,7 +274,8 @@ MUTANTS = [
            "test_evaluate.py", "outputs of NaN have no accuracy"),
     # Optimisation
     Mutant("step.py", "clip_grad_norm_(self.trained, self.config.optim.clip)", "clip_grad_norm_(self.trained, 1.0)",
-           "integration/test_train.py", "gradients are clipped to the norm that was asked for"),
+           "integration/test_train.py", "gradients are clipped to the norm that was asked for",
+           reason="an update of a whole run"),
     Mutant("optim/ema.py", "if updates - 1 > ema.copied", "if updates > ema.copied",
            "optim/test_schedules_of_others.py", "after the first update the EMA is the weights"),
     Mutant("optim/schedule.py", "milestone * epoch + 1 <= t + 1 for", "milestone * epoch <= t + 1 for",

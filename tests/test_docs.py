@@ -267,8 +267,8 @@ def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> No
                 done = helpers.python("-m", "accel_train", *words, processes=processes, cwd=tmp_path)
                 assert done.returncode == 0, (words, done.stderr)
                 ran += 1
-    assert ran == 25 + torchmetrics
-    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 19 + torchmetrics
+    assert ran == 27 + torchmetrics
+    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 21 + torchmetrics
     for name in ("arrows", "arrows_2", "stripes", "shades", "scans"):
         assert json.loads((tmp_path / "runs" / name / "result.json").read_text())["test_accuracy"] > 0.9
     assert json.loads((tmp_path / "runs" / "shapes" / "result.json").read_text())["test_map"] > 0.8
