@@ -116,18 +116,13 @@ def f1_of_classes(predicted: Tensor, labels: Tensor) -> list[float | None]:
 
     Takes what `SplitMetric.compute` takes; a class is predicted from a probability of 0.5 on.
     """
-    return [2 * hits / both if both else None for hits, both in _hits(predicted, labels).T.tolist()]
-
-
-def _hits(predicted: Tensor, labels: Tensor) -> Tensor:
-    """int64 [2, classes]: images where the predicted label is true; then true labels plus predicted labels."""
     if labels.ndim == 2:
         chosen = predicted >= 0
-        return torch.stack([(chosen & labels).sum(0), labels.sum(0) + chosen.sum(0)])
-    classes = int(torch.maximum(predicted.max(), labels.max())) + 1
-    counts = (torch.bincount(values, minlength=classes) for values in (labels[labels == predicted], labels, predicted))
-    hits, true, chosen = counts
-    return torch.stack([hits, true + chosen])
+        counts = [(chosen & labels).sum(0), labels.sum(0), chosen.sum(0)]
+    else:
+        classes, hits = int(torch.maximum(predicted.max(), labels.max())) + 1, labels[labels == predicted]
+        counts = [torch.bincount(values, minlength=classes) for values in (hits, labels, predicted)]
+    return [2 * hit / (true + said) if true + said else None for hit, true, said in torch.stack(counts).T.tolist()]
 
 
 def macro_f1(predicted: Tensor, labels: Tensor) -> float:
@@ -135,35 +130,20 @@ def macro_f1(predicted: Tensor, labels: Tensor) -> float:
     return _mean(f1_of_classes(predicted, labels))
 
 
-def micro_f1(predicted: Tensor, labels: Tensor) -> float:
-    """The F1 over all pairs of an image and a class together; 0 if there is no label at all."""
-    hits, both = _hits(predicted, labels).sum(1).tolist()
-    return 2 * hits / both if both else 0.0
-
-
 def average_precision_of_classes(logits: Tensor, labels: Tensor) -> list[float | None]:
     """The average precision of each class, as scikit-learn's `average_precision_score`; None without an image of it.
 
     Here and below: logits float32 [n, classes], labels bool [n, classes].
     """
-    pairs = zip(logits.T, labels.T, strict=True)
-    return [_average_precision(scores, truth) if truth.any() else None for scores, truth in pairs]
+    from sklearn.metrics import average_precision_score  # most runs do not need it
+
+    pairs = zip(logits.numpy().T, labels.numpy().T, strict=True)
+    return [float(average_precision_score(truth, scores)) if truth.any() else None for scores, truth in pairs]
 
 
 def mean_average_precision(logits: Tensor, labels: Tensor) -> float:
     """mAP: the mean of the average precision over the classes that an image has; 0 if there is no label at all."""
     return _mean(average_precision_of_classes(logits, labels))
-
-
-def micro_average_precision(logits: Tensor, labels: Tensor) -> float:
-    """The average precision over all pairs of an image and a class together; 0 if there is no label at all."""
-    return _average_precision(logits.flatten(), labels.flatten()) if labels.any() else 0.0
-
-
-def _average_precision(scores: Tensor, truth: Tensor) -> float:
-    from sklearn.metrics import average_precision_score  # most runs do not need it
-
-    return float(average_precision_score(truth.numpy(), scores.numpy()))
 
 
 def _mean(values: list[float | None]) -> float:
@@ -289,9 +269,7 @@ SEVERAL_LABELS = Task(
     metrics=[
         mean_loss(binary_cross_entropy),
         SplitMetric("map", title="mean average precision", compute=mean_average_precision),
-        SplitMetric("micro_map", title="micro average precision", headline=False, compute=micro_average_precision),
         SplitMetric("f1", title="macro F1", compute=macro_f1),
-        SplitMetric("micro_f1", title="micro F1", headline=False, compute=micro_f1),
     ],
     class_metrics={"average_precision": average_precision_of_classes, "f1": f1_of_classes},
     best_metric="map",

@@ -252,7 +252,7 @@ MUTANTS = [
            "test_task.py", "the tie of the highest class is broken as by argmax"),
     Mutant(TASK, "    predict = top5 if k == 5", "    predict = same if k == 5",
            "test_task.py", "top-5 accuracy counts five classes"),
-    Mutant(TASK, "return torch.stack([hits, true + chosen])", "return torch.stack([hits, true * 2])",
+    Mutant(TASK, "[2 * hit / (true + said) if", "[hit / true if",
            "test_task.py", "F1 counts wrong predictions"),
     Mutant(METRICS, "self.metrics[metric] if math.isfinite(self.metrics[\"loss\"]) else math.nan", "self.metrics[metric]",
            "records/test_metrics.py", "an evaluation with an infinite loss is never the best"),

@@ -103,10 +103,9 @@ POLICY = Bound(
 BEST_METRICS = ("accuracy", "loss", "f1", "map")
 """Those of the metrics of task.py that --best-metric may name without --metrics. That file needs torch."""
 TAKEN_NAMES = {
-    *BEST_METRICS, *CHOSEN_METRICS, "micro_map", "micro_f1", "balanced_accuracy", "precision", "recall",
-    "calibration_error", "accuracy_interval",
-    "confusion", "worst", "kind", "time", "generation", "epoch", "update", "split", "weights", "count", "seconds",
-    "images", "lr", "images_per_second", "data_wait_fraction",
+    *BEST_METRICS, *CHOSEN_METRICS, "balanced_accuracy", "precision", "recall", "calibration_error",
+    "accuracy_interval", "confusion", "worst", "kind", "time", "generation", "epoch", "update", "split", "weights",
+    "count", "seconds", "images", "lr", "images_per_second", "data_wait_fraction",
 }  # fmt: skip
 """The keys beside which a user's metric is written: in metrics.jsonl, in evaluation-SPLIT.json, and in result.json."""
 FALLING = ("cosine", "poly")

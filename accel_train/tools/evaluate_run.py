@@ -35,7 +35,7 @@ from accel_train.launch.environment import Launch
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
 from accel_train.records.metrics import Evaluation, OwnMetrics, create_own_metrics
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.task import Metric, Task, metric_title
+from accel_train.task import Metric, Task
 from accel_train.tools.load_run import empty_model, may_download, read_config
 from accel_train.user_code.reference import CHOSEN_METRICS, given_metrics, short_name
 
@@ -182,7 +182,7 @@ def metric_table(records: Sequence[Mapping[str, Any]], classes: Sequence[str], m
         if is_nan or any(value is not None for value in values):
             empty = "NaN" if is_nan else ""
             shown = [empty if value is None else metric.show(value) for value in values]
-            rows.append([metric.title or metric_title(metric.name), *shown])
+            rows.append([metric.title or metric.name, *shown])
         if metric.name == "accuracy" and any(intervals := [interval_of(record) for record in records]):
             rows.append(["  95% interval", *map(interval_text, intervals)])
     return Table("", ["", *(str(record["weights"]) for record in records)], rows)
