@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor
 
 from accel_train import models
 from accel_train.config.schema import Augment, Config
-from accel_train.data.loading import create_loader
-from accel_train.data.order.samplers import IndexBatch
-from accel_train.data.sources.splits import Source, Splits, has_one_size
-from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.parameters import transforms_each_image
+from accel_train.data.loading import create_input_pipeline
+from accel_train.data.order.samplers import IndexBatch, IndexSampler
+from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError, writing
 from accel_train.files import atomic_replacement, check_writable
 from accel_train.launch.environment import Launch
@@ -71,10 +71,10 @@ def preview(launch: Launch, config: Config, output: Path, *, images: int = 8) ->
     config = find_start(config, accelerator).config
     splits = load_data(config, accelerator)
     info = model_info_of(config, splits, models.input_size(config.model, splits.image_size, config.origin))
-    training = augmented_pictures(splits, info, config, samples=images, times=VIEWS)
+    training = augmented_pictures(splits, info, config, accelerator, samples=images, times=VIEWS)
     kept = {name: getattr(config.augment, name) for name in ("resize", "interpolation", "mean", "std")}
     without = dataclasses.replace(config, augment=Augment(**kept))
-    plain = augmented_pictures(splits, info, without, samples=images, times=1)
+    plain = augmented_pictures(splits, info, without, accelerator, samples=images, times=1)
     rows = [("train", [before.views[0], *after.views]) for before, after in zip(plain, training, strict=True)]
     for split, source in (("val", splits.validation), ("test", splits.test)):
         if source is not None:
@@ -111,49 +111,41 @@ def _draw(rows: list[tuple[str, list[Picture]]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def augmented_pictures(splits: Splits, info: ModelInfo, config: Config, *, samples: int, times: int) -> list[Augmented]:
+def augmented_pictures(
+    splits: Splits, info: ModelInfo, config: Config, accelerator: Accelerator, *, samples: int, times: int
+) -> list[Augmented]:
     """`samples` training images, drawn at random but always the same, each as the first epochs show it, `times` times.
 
     The random parameters are those of these epochs. With mixup and CutMix two neighbours in an update are mixed;
     here, two of the images shown. Raises UserError if an image cannot be read.
     """
-    source, augment, size = splits.train, config.augment, info.training_size
-    per_image = transforms_each_image(has_one_size(source), augment, training=True)
-    transform = BatchTransform(
-        augment,
-        size=size,
-        mean=info.mean,
-        std=info.std,
-        full_scale=splits.full_scale,
-        num_classes=len(splits.classes),
-        training=True,
-        per_image=per_image,
-        device=torch.device("cpu"),
-    )
+    source = splits.train
     readable = np.arange(len(source)) if splits.unreadable is None else (~splits.unreadable).nonzero()[:, 0].numpy()
     chosen = np.random.default_rng(0).choice(readable, min(samples, len(readable)), replace=False)
     ids = torch.from_numpy(np.resize(chosen, len(chosen) + len(chosen) % 2)).long()  # mixing takes pairs
-    batches = [IndexBatch(epoch, ids, torch.ones(len(ids))) for epoch in range(times)]
-    loader = create_loader(
-        source,
-        batches,  # type: ignore[arg-type]  # a sampler only has to be iterable
-        augment,
-        training=True,
-        size=size,
-        seed=config.seed,
-        workers=0,
-        device=torch.device("cpu"),
-        reduced_decode=config.data.reduced_decode,
-        draw_parameters=transform.draw_parameters,
-    )
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=0))
+    sampler, size = ChosenSampler(ids, times), info.training_size
+    pipeline = create_input_pipeline(config, splits, source, sampler, accelerator, training=True, size=size)
     views: list[list[Picture]] = [[] for _ in chosen]
-    for batch in loader:
-        if isinstance(batch, UserError):
-            raise batch
-        inputs, targets = transform(batch)
+    for batch in pipeline.batches:
+        inputs, targets = (values.cpu() for values in pipeline.transform(batch))
         for number, seen in enumerate(views):
             seen.append((image_of_input(inputs[number], info), label_text(targets[number], splits.classes)))
     return [Augmented(source.name(int(id)), seen) for id, seen in zip(chosen, views, strict=True)]
+
+
+class ChosenSampler(IndexSampler):
+    """Yields the samples `ids` (int64 [n]) as one batch in each of the first epochs."""
+
+    def __init__(self, ids: Tensor, epochs: int) -> None:
+        self.ids, self.epochs, self.batch_size = ids, epochs, len(ids)
+
+    def __len__(self) -> int:
+        return self.epochs
+
+    def blocks(self) -> Iterator[IndexBatch]:
+        for epoch in range(self.epochs):
+            yield IndexBatch(epoch, self.ids, torch.ones(len(self.ids)))
 
 
 def label_text(target: Tensor, classes: tuple[str, ...]) -> str:

@@ -14,6 +14,8 @@ from accel_train.cli import main
 from accel_train.config.options import parse
 from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.environment import Launch
 from accel_train.tools.report.preview import augmented_pictures, label_text
 from accel_train.tools.report.records import read_run
 
@@ -76,7 +78,8 @@ def test_the_augmented_images_are_those_of_the_first_epochs(digits_run: Path) ->
     run = read_run(digits_run)
     config = parse([str(digits_run / "config.yaml")])
     splits = load_splits(config.data, config.seed)
-    shown = augmented_pictures(splits, run.info, config, samples=6, times=2)
+    accelerator = create_accelerator(Launch())
+    shown = augmented_pictures(splits, run.info, config, accelerator, samples=6, times=2)
     assert len(shown) == 6 and len({picture.name for picture in shown}) == 6
     assert config.augment.crop == "random" and config.augment.pad == 1
     moved = 0
