@@ -202,7 +202,6 @@ def create_input_pipeline(
             workers=config.data.workers,
             device=device,
             cores=_cores(accelerator) if config.data.workers is None else 1,
-            reduced_decode=config.data.reduced_decode,
             draw_parameters=transform.draw_parameters,
             mean=mean,
         )
@@ -273,7 +272,6 @@ def create_loader(
     workers: int | None,
     device: torch.device,
     cores: int = 1,
-    reduced_decode: bool = True,
     draw_parameters: AugmentParameters | None = None,
     mean: tuple[float, ...] = (0.0, 0.0, 0.0),
 ) -> DataLoader[dict[str, Tensor]]:
@@ -302,7 +300,7 @@ def create_loader(
     if per_image:
         from accel_train.data.transforms.image import ImageTransform
 
-        transform = ImageTransform(augment, size, training=training, decodes_smaller=reduced_decode, mean=mean)
+        transform = ImageTransform(augment, size, training=training, mean=mean)
     return DataLoader(
         BatchDataset(source, transform, seed, draw_parameters),
         batch_sampler=sampler,  # type: ignore[arg-type]  # an IndexBatch in place of a list of indices

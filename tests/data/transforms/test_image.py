@@ -21,7 +21,7 @@ from accel_train.config.schema import Augment, Data
 from accel_train.data.loading import create_loader
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import TrainingSampler
-from accel_train.data.sources.files.images import LazyImage
+from accel_train.data.sources.files.images import LazyImage, decode
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.data.transforms.image import ImageTransform, center_cropped, crop_boxes, resized_to_short_side
 from accel_train.data.transforms.parameters import resize_default
@@ -176,9 +176,7 @@ class TestDecodedSmaller:
         )
         augment = Augment(crop="resized")
         cut = ImageTransform(augment, 48, training=True)([LazyImage(file.getvalue(), 3)], keys[:1])
-        assert not torch.equal(cut, ImageTransform(augment, 48, training=True, decodes_smaller=False)(
-            [LazyImage(file.getvalue(), 3)], keys[:1]
-        ))  # fmt: skip
+        assert not torch.equal(cut, ImageTransform(augment, 48, training=True)([decode(file.getvalue(), 3)], keys[:1]))
         for word, (top, left, height, width) in zip(keys, boxes.tolist(), strict=True):
             cut = ImageTransform(augment, 48, training=True)([LazyImage(file.getvalue(), 3)], word[None])[0]
             part = upright.resize((48, 48), Image.Resampling.BILINEAR, box=(left, top, left + width, top + height))
