@@ -16,7 +16,7 @@ import torch
 from accel_train.config.checks import check_root
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.images import EncodedImages, read_image
-from accel_train.data.sources.files.index import Index, Progress, SplitFiles, StringArray, indexed, splits_of_index
+from accel_train.data.sources.files.index import Index, SplitFiles, StringArray, indexed, splits_of_index
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, normal_name
 from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import UserError, first_of
@@ -48,12 +48,12 @@ def folder(data: Data) -> Splits:
 def index_of(data: Data) -> Index:
     """Raises UserError."""
     check_root(data)
-    return indexed(data.root, "folder", lambda progress: _look(data.root, progress))
+    return indexed(data.root, "folder", lambda: _look(data.root))
 
 
-def _look(root: Path, progress: Progress) -> Index:
+def _look(root: Path) -> Index:
     """Look through the tree of `root`. Raises UserError."""
-    contents = find_images(root, progress)
+    contents = find_images(root)
     if not contents.images:
         others = f"; found {ignored_text(contents.others)}" if contents.others else ""
         raise UserError(f"--data.root {root} contains no image (searched for {' '.join(EXTENSIONS)}{others}).")
@@ -210,7 +210,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def find_images(root: Path, progress: Progress | None = None) -> FolderContents:
+def find_images(root: Path) -> FolderContents:
     """The images in the tree of `root`, level by level; symbolic links to folders are followed.
 
     Raises UserError if a folder cannot be read, or a link leads to a folder above it.
@@ -232,14 +232,12 @@ def find_images(root: Path, progress: Progress | None = None) -> FolderContents:
                 below[prefix + name] = above | {real}
             images += [prefix + name for name in listing.images]
             others.update(listing.others)
-            if progress is not None:
-                progress.images += len(listing.images)
         folders += below
         level = below
     return FolderContents(sorted(images), sorted(folders), others)
 
 
-def existing_files(root: Path, paths: Sequence[str], progress: Progress) -> npt.NDArray[np.bool_]:
+def existing_files(root: Path, paths: Sequence[str]) -> npt.NDArray[np.bool_]:
     """Which of `paths` below `root` are files, or links to one: bool [n].
 
     Each folder is listed once: on a network file system, asking for a million single files takes minutes.
@@ -253,7 +251,6 @@ def existing_files(root: Path, paths: Sequence[str], progress: Progress) -> npt.
     are_files = np.empty(len(paths), dtype=np.bool_)
     for indices, are_there in zip(by_folder.values(), on_all_cores(partial(_are_files, root), folders), strict=True):
         are_files[indices] = are_there
-        progress.images += len(indices)
     return are_files
 
 

@@ -36,30 +36,6 @@ LOCK_SECONDS = 3600.0
 """How long a process waits for another one's index before it looks through the data itself."""
 SLOW_SECONDS = 5.0
 """After this time the user is told what takes so long."""
-AGAIN_SECONDS = 30.0
-"""And each time after this one, how far it is."""
-
-
-class Progress:
-    """Says what takes so long, while a look through the data lasts."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.images = root, 0
-        self._over = threading.Event()
-
-    def __enter__(self) -> Progress:
-        threading.Thread(target=self._tell, daemon=True).start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-
-    def _tell(self) -> None:
-        began, wait = time.monotonic(), SLOW_SECONDS
-        while not self._over.wait(wait):
-            found = f": {self.images:,} images in {time.monotonic() - began:.0f} s" if self.images else ""
-            LOGGER.info(f"Looking through {self.root}{found}; the next start need not do it.")
-            wait = AGAIN_SECONDS
 
 
 def index_places(root: Path, kind: str) -> tuple[Path, Path]:
@@ -78,7 +54,7 @@ def index_name(kind: str) -> str:
 def indexed(
     root: Path,
     kind: str,
-    look: Callable[[Progress], Index],
+    look: Callable[[], Index],
     places: Callable[[], Sequence[str]] | None = None,
 ) -> Index:
     """Return the index of the data in `root`: the kept one, or if the data has changed the one that `look` makes.
@@ -94,11 +70,18 @@ def indexed(
         return _find(files, root, places) or _make(root, files, look)
 
 
-def _make(root: Path, files: Sequence[Path], look: Callable[[Progress], Index]) -> Index:
+def _make(root: Path, files: Sequence[Path], look: Callable[[], Index]) -> Index:
     """Look through the data, and write its index if it can be kept."""
     began, names = time.time(), _names(root)
-    with Progress(root) as progress:
-        index = look(progress)
+    patience = threading.Timer(
+        SLOW_SECONDS, LOGGER.info, [f"Looking through {root}, which may take minutes; the next start need not do it."]
+    )
+    patience.daemon = True
+    patience.start()
+    try:
+        index = look()
+    finally:
+        patience.cancel()
     if index.missing:
         return index
     with contextlib.suppress(OSError):  # what was looked at is not there any more

@@ -25,7 +25,7 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import FileImages, existing_files
-from accel_train.data.sources.files.index import Index, Progress, SplitFiles, StringArray, indexed, splits_of_index
+from accel_train.data.sources.files.index import Index, SplitFiles, StringArray, indexed, splits_of_index
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError, first_of, nearest, one_line
 from accel_train.untrusted import read_regular_file
@@ -71,13 +71,13 @@ def index_of(data: Data) -> Index:
     # Other columns of the same table are other data.
     kind = f"csv-{path.name}" + "".join(f"-{role}={quote(name, safe='')}" for role, name in given.items())
     names = {"path": "path", "label": "label", "split": "split", **given}
-    return indexed(path.parent, kind, lambda progress: _look(path, names, progress))
+    return indexed(path.parent, kind, lambda: _look(path, names))
 
 
-def _look(path: Path, names: Mapping[str, str], progress: Progress) -> Index:
+def _look(path: Path, names: Mapping[str, str]) -> Index:
     """Read the table, and look for its files. `names`: path, label or split -> its column. Raises UserError."""
     rows, ignored = _read(path, names)
-    is_missing = ~existing_files(path.parent, [row.path for row in rows], progress)
+    is_missing = ~existing_files(path.parent, [row.path for row in rows])
     missing = [row for row, lost in zip(rows, is_missing, strict=True) if lost]
     mistake = ""
     if missing:

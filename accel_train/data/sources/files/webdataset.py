@@ -19,7 +19,6 @@ from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import ignored_text, is_image
 from accel_train.data.sources.files.index import (
     Index,
-    Progress,
     SharedArray,
     SplitFiles,
     StringArray,
@@ -55,7 +54,7 @@ def webdataset(data: Data, folder: Path | None = None) -> Splits:
 
 def index_of(data: Data, root: Path) -> Index:
     """Raises UserError."""
-    return indexed(root, "wds", lambda progress: _look(root, progress), lambda: _places(root))
+    return indexed(root, "wds", lambda: _look(root), lambda: _places(root))
 
 
 def _places(root: Path) -> list[str]:
@@ -64,7 +63,7 @@ def _places(root: Path) -> list[str]:
     return lists + [path.relative_to(root).as_posix() for path in root.rglob("*.tar")]
 
 
-def _look(root: Path, progress: Progress) -> Index:
+def _look(root: Path) -> Index:
     """Read the headers and labels in all shards. Raises UserError."""
     places = _places(root)
     has_list = bool(places) and places[0] in LISTS
@@ -76,7 +75,6 @@ def _look(root: Path, progress: Progress) -> Index:
         for found, others_there in on_all_cores(partial(pairs_in, root), names):
             pairs[split] += found
             others.update(others_there)
-            progress.images += len(found)
     if "train" not in pairs:
         raise UserError(f"--data.root {root}: found no shard (*.tar) of a train split.")
     labels = [label for found in pairs.values() for _, label in found]

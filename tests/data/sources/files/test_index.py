@@ -186,8 +186,8 @@ def test_a_class_that_appears_while_the_folder_is_looked_through(
 ) -> None:
     root, real = make(tmp_path / "data", "folder") / "train", folder._look
 
-    def look(where: Path, progress: index.Progress) -> index.Index:
-        found = real(where, progress)
+    def look(where: Path) -> index.Index:
+        found = real(where)
         (where / "eel").mkdir()
         (where / "eel" / "1.png").write_bytes(image(207))
         return found
@@ -322,7 +322,7 @@ def test_a_full_disk_costs_the_index_and_nothing_else(tmp_path: Path, caches: Pa
 def _start(root: Path, marks: Path, began: Any, writable: bool) -> None:
     real = webdataset._look
 
-    def look(where: Path, progress: index.Progress) -> index.Index:
+    def look(where: Path) -> index.Index:
         (marks / str(os.getpid())).touch()
         time.sleep(1)  # as long as a real one, so that the others come meanwhile
         if not writable and len([*marks.iterdir()]) > 1:  # the second one that looks
@@ -330,7 +330,7 @@ def _start(root: Path, marks: Path, began: Any, writable: bool) -> None:
             while len([*marks.iterdir()]) < 3:  # does not keep the third one from it
                 assert time.monotonic() < until
                 time.sleep(0.01)
-        return real(where, progress)
+        return real(where)
 
     if not writable:
         module: Any = index
