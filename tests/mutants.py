@@ -386,7 +386,7 @@ MUTANTS = [
     Mutant("tools/cluster/submission.py", "if each[1] in WAITING)", "if each[1])",
            "cluster/test_elements.py", "a job that has not ended counts, whatever came after it",
            "tests/cluster has everything about jobs"),
-    Mutant("tools/cluster/elements.py", "plain if plain == text else", "plain if True else",
+    Mutant("tools/cluster/submission.py", "plain if plain == text else", "plain if True else",
            "cluster/test_elements.py", "values that look alike are different runs",
            "tests/cluster has everything about jobs"),
 ]  # fmt: skip

@@ -19,9 +19,8 @@ from accel_train.errors import UserError, counted, first_of, how_to_get, one_lin
 from accel_train.files import open_to_write
 from accel_train.launch.environment import allocated_hosts
 from accel_train.launch.process import CODE, ENDED, MARKER, NODES, RUN, job_id, start_folder
-from accel_train.tools.cluster.elements import Element, elements_of
 from accel_train.tools.cluster.scheduler import SCHEDULERS, Job, Pbs, Slurm
-from accel_train.tools.cluster.submission import jobs_to_queue, plan, queue, words_of_element
+from accel_train.tools.cluster.submission import Element, elements_of, jobs_to_queue, plan, queue, words_of_element
 from accel_train.untrusted import read_json_object, read_regular_file
 
 

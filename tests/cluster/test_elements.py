@@ -14,9 +14,8 @@ import pytest
 from accel_train.config.options import parse
 from accel_train.config.schema import to_yaml
 from accel_train.errors import UserError
-from accel_train.tools.cluster.elements import elements_of
 from accel_train.tools.cluster.scheduler import Pbs, Slurm
-from accel_train.tools.cluster.submission import jobs_of_folder, jobs_to_queue, newest, words_of_element
+from accel_train.tools.cluster.submission import elements_of, jobs_of_folder, jobs_to_queue, newest, words_of_element
 
 ROOT = helpers.ROOT
 
