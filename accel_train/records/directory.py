@@ -121,7 +121,6 @@ def environment(world_size: int, devices: list[str], precision: str = "fp32") ->
     }
 
 
-DAMAGED = "metrics.damaged.jsonl"
 STATUS_SECONDS = 2.0  # status.json is not rewritten more often than this
 
 
@@ -192,31 +191,15 @@ class RunDirectory:
         self._try("metrics.jsonl", lambda: self._metrics.append(_json(line) + "\n"))
         return line
 
-    def remove_lines_after(self, update: int, evaluated: bool = True, *, tests_again: bool = False) -> int:
-        """Remove the lines of what will be done again from metrics.jsonl, and return the number of damaged lines.
+    def remove_lines_after(self, update: int, evaluated: bool = True, *, tests_again: bool = False) -> None:
+        """Remove the lines of what will be done again from metrics.jsonl.
 
-        `tests_again`: the run was stopped within its final test. See `MetricsLog.without`. Damaged lines are moved to
-        metrics.damaged.jsonl.
+        `tests_again`: the run was stopped within its final test. See `MetricsLog.without`.
         """
-        if not (self.writes and self.metrics_path.exists()):
-            return 0
-        kept, damaged = self._metrics.without(update, evaluated, tests_again=tests_again)
-
-        def move() -> None:
-            with open_to_write(self.path / DAMAGED, "ab") as file:
-                file.writelines(damaged)
-
-        if damaged and not self._try(DAMAGED, move):
-            kept, damaged = kept + b"".join(damaged), []  # they stay in metrics.jsonl until they can be moved
-        # Always: an earlier owner may have the old file open, see lease.py.
-        self._try("metrics.jsonl", lambda: self._metrics.replace(kept))
-        return len(damaged)
-
-    def has_checkpoint_line(self, update: int) -> bool:
-        """Whether metrics.jsonl says that the checkpoint of `update` was saved."""
-        with contextlib.suppress(OSError):
-            return self._metrics.has_checkpoint_line(update)
-        return True  # not known: none is added
+        if self.writes and self.metrics_path.exists():
+            kept = self._metrics.without(update, evaluated, tests_again=tests_again)
+            # Always: an earlier owner may have the old file open, see lease.py.
+            self._try("metrics.jsonl", lambda: self._metrics.replace(kept))
 
     def status(self, state: str, *, force: bool = False, **values: Any) -> None:
         """Rewrite status.json: state, time, pid, host, and the latest value of each name ever given.
@@ -372,11 +355,6 @@ class MetricsLog:
         self.lease.write(self.path, content, durable=False)
         self._content = None
 
-    def has_checkpoint_line(self, update: int) -> bool:
-        """Whether there is a line of kind "checkpoint" of `update`. Raises OSError."""
-        lines = map(_values, (*self._read().splitlines(keepends=True), *self._waiting))
-        return any(line is not None and (line["kind"], line.get("update")) == ("checkpoint", update) for line in lines)
-
     def _read(self) -> bytes:
         if self._content is not None:
             return self._content
@@ -398,22 +376,18 @@ class MetricsLog:
             if end != len(content):
                 file.truncate(end)
 
-    def without(self, update: int, evaluated: bool, *, tests_again: bool) -> tuple[bytes, list[bytes]]:
-        """Return the log's content without what will be done again, and the damaged lines, which it does not have.
+    def without(self, update: int, evaluated: bool, *, tests_again: bool) -> bytes:
+        """Return the log's content without what will be done again. Damaged lines, which readers leave out, stay in it.
 
         Left out are the train and eval lines after `update`; unless what follows it is `evaluated`, also its own eval
         lines; with `tests_again`, also its own test lines; of lines that wait, too. Raises OSError.
         """
-        kept, damaged = [], []
-        for line in log_lines(self._read().splitlines(keepends=True)):
-            values = _values(line)
-            if values is None:
-                damaged.append(line)
-            elif not _is_after(values, update, evaluated, tests_again):
-                kept.append(line)
-        waiting = [line for line in self._waiting if not _is_after(_values(line) or {}, update, evaluated, tests_again)]
-        self._waiting = deque(waiting)
-        return b"".join(kept), damaged
+
+        def is_kept(line: bytes) -> bool:
+            return not _is_after(_values(line) or {}, update, evaluated, tests_again)
+
+        self._waiting = deque(filter(is_kept, self._waiting))
+        return b"".join(filter(is_kept, log_lines(self._read().splitlines(keepends=True))))
 
 
 def _values(line: bytes) -> dict[str, Any] | None:

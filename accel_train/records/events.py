@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from accel_train.errors import counted
 from accel_train.records import events
-from accel_train.records.directory import DAMAGED, RunDirectory
+from accel_train.records.directory import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,19 +230,13 @@ class MetricsLines:
         self._directory = directory
 
     def handle(self, event: Event) -> Sequence[str]:
-        damaged = 0
         match event:
             case events.Started():
                 # Also at update 0: a run that was killed before its first checkpoint has left lines.
-                damaged = self._directory.remove_lines_after(event.update, event.evaluated, tests_again=event.trained)
-                # The start before this one may have been killed between the save and its line.
-                is_own = event.resumed and event.checkpoint == event.update
-                if is_own and not self._directory.has_checkpoint_line(event.update):
-                    unknown = {"stalled_seconds": None, "seconds": None}
-                    self._directory.log("checkpoint", epoch=event.epoch, update=event.update, **unknown)
+                self._directory.remove_lines_after(event.update, event.evaluated, tests_again=event.trained)
         if (line := line_of(event)) is not None:
             self._directory.log(**line)
-        return [f"metrics.jsonl: {counted(damaged, 'damaged line')} moved to {DAMAGED}"] if damaged else []
+        return ()
 
 
 class Status:
