@@ -60,7 +60,7 @@ def train(
     or a function that returns that; the loss a function of (logits, targets) to a loss for each sample. To give an
     object and options, write model={"name": net, "image_size": 96}. A run that goes on needs the same objects.
 
-    `metrics`: names, as with --metrics, or {name: function or object of torchmetrics}: docs/own.md.
+    `metrics`: names, as with --metrics, or {name: function of (logits, targets)}: docs/own.md.
     `observers`: objects that see what happens in the training, and may ask for its end: docs/from_python.md.
 
     With accelerate's `notebook_launcher(lambda: train(recipe, output_dir="runs/mine"), num_processes=2)` it trains on

@@ -1,9 +1,8 @@
 """The results of an evaluation, and the metrics of --metrics. The built-in metrics are those of the task: `task.py`.
 
-The main process computes the metrics of --metrics, a user's functions of logits and targets and metrics of
-torchmetrics, on its CPU, for the logits of a whole split, which it gets from all processes, in the order of the
-samples' numbers: so their bits do not depend on the number of processes. Only the main process imports the code, and
-tries each metric with made-up logits.
+The main process computes the metrics of --metrics, a user's functions of logits and targets, on its CPU, for the logits
+of a whole split, which it gets from all processes, in the order of the samples' numbers: so their bits do not depend on
+the number of processes. Only the main process imports the code, and tries each metric with made-up logits.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from accel_train.data.sources.splits import Splits
 from accel_train.errors import EvaluationError, UserError
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.task import LOWER_IS_BETTER, Metric, Task
-from accel_train.user_code.loading import call, load, showing_user_lines
+from accel_train.user_code.loading import load, showing_user_lines
 from accel_train.user_code.reference import Reference, given_metrics, metric_name, parse_reference
 
 
@@ -113,16 +112,12 @@ def _create(text: str, given: Callable[..., Any] | None, classes: int, task: Tas
     if reference is None:
         reference = Reference(_source_file(given), "", text)
     target: Any = load("metrics", reference) if given is None else given
-    if isinstance(target, type):
-        taken = {"num_classes", "num_labels"} & inspect.signature(target).parameters.keys()
-        target = call("metrics", reference, target, dict.fromkeys(taken, classes), {})
-    if isinstance(target, nn.Module):
-        for part in target.cpu().modules():
-            if hasattr(part, "distributed_available_fn"):  # of torchmetrics: one process has all samples already
-                part.distributed_available_fn = lambda: False  # type: ignore[assignment]
+    if not callable(target) or isinstance(target, (type, nn.Module)):
+        raise UserError(
+            f"--metrics {reference.short}: found an object of type {type(target).__name__}; expected a function of "
+            "(logits, targets), such as those of torchmetrics.functional."
+        )
     metric = OwnMetric(metric_name(text), reference, target, getattr(target, "higher_is_better", None) is False)
-    if not (metric.accumulates or callable(target)):
-        raise metric.wrong(target, "a function of (logits, targets), or an object with reset, update and compute")
     samples = 2 * classes if classes <= 1000 else 1000  # another number than that of the classes
     with torch.inference_mode():
         logits = torch.randn(samples, classes, generator=torch.Generator().manual_seed(0))
@@ -145,34 +140,19 @@ class OwnMetric:
 
     name: str
     reference: Reference
-    target: Any
-    """A function of (logits, targets), or an object with `reset`, `update` of the same, and `compute`."""
+    function: Callable[[Tensor, Tensor], Any]
+    """Of (logits, targets)."""
     lower_is_better: bool
-
-    @property
-    def accumulates(self) -> bool:
-        return all(hasattr(self.target, name) for name in ("reset", "update", "compute"))
 
     def __call__(self, logits: Tensor, targets: Tensor) -> float:
         """The metric of a whole split. Raises UserError if the user's code fails or returns not one number."""
         with showing_user_lines("metrics", self.reference), one_thread():
-            if self.accumulates:
-                self.target.reset()
-                self.target.update(logits, targets)
-                value = self.target.compute()
-            else:
-                value = self.target(logits, targets)
+            value = self.function(logits, targets)
         found = as_numbers(value)
         if found is None or found.numel() != 1:
-            raise self.wrong(value, "one number" + ", as with average='macro'" * hasattr(self.target, "average"))
+            kind = f"a {type(value).__name__}" if found is None else f"{str(found.dtype)[6:]} {list(found.shape)}"
+            raise UserError(f"--metrics {self.reference.short}: returned {kind}; expected one number.")
         return float(found)
-
-    def wrong(self, value: Any, expected: str) -> UserError:
-        found = as_numbers(value)
-        kind = f"a {type(value).__name__}"
-        if found is not None and found.ndim:
-            kind = f"{str(found.dtype)[6:]} {list(found.shape)}"
-        return UserError(f"--metrics {self.reference.short}: returned {kind}; expected {expected}.")
 
 
 class OwnMetrics:

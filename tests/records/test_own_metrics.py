@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,28 +57,18 @@ def balanced(logits: Tensor, targets: Tensor) -> float:
     return balanced_accuracy_score(targets, logits.argmax(1))
 
 
-class Counted:
-    """A metric of the accumulating kind without torchmetrics."""
-
-    higher_is_better = False
-
-    def reset(self) -> None:
-        self.wrong = self.count = 0
-
-    def update(self, logits: Tensor, targets: Tensor) -> None:
-        self.wrong += int((logits.argmax(1) != targets).sum())
-        self.count += len(targets)
-
-    def compute(self) -> float:
-        return self.wrong / self.count
+def wrong(logits: Tensor, targets: Tensor) -> float:
+    return 1 - float(right(logits, targets))
 
 
-def test_both_kinds_give_the_figures_of_scikit_learn() -> None:
+wrong.higher_is_better = False  # type: ignore[attr-defined]
+
+
+def test_functions_give_the_figures_of_scikit_learn() -> None:
     def entropy(logits: Tensor, targets: Tensor) -> float:
         return log_loss(targets, logits.double().softmax(1))
 
-    metrics = created(right=right, balanced=balanced, wrong=Counted, entropy=entropy)
-    assert {each.name for each in metrics.metrics if each.accumulates} == {"wrong"}
+    metrics = created(right=right, balanced=balanced, wrong=wrong, entropy=entropy)
     hits = int((LOGITS.argmax(1) == LABELS).sum())
     expected = {
         "right": hits / SAMPLES,
@@ -178,32 +169,28 @@ def test_a_name_without_an_object_or_of_a_built_in_metric_is_refused() -> None:
     assert "--metrics no_such_module_of_mine:auc: ModuleNotFoundError" in missing
 
 
-class TestTorchmetrics:
-    def test_objects_and_classes_are_taken_as_they_are(self) -> None:
-        torchmetrics = pytest.importorskip("torchmetrics")
-        kinds = torchmetrics.classification
-        metrics = created(
-            "torchmetrics.classification:MulticlassF1Score",
-            made=kinds.MulticlassAUROC(CLASSES),
-            micro=kinds.MulticlassAccuracy(CLASSES, average="micro"),
-            hinge=kinds.MulticlassHingeLoss(CLASSES),
-        )
-        assert all(each.accumulates for each in metrics.metrics)
-        found = figures(metrics)
-        assert found["micro"] == pytest.approx(float(right(LOGITS, LABELS)))
-        assert found["made"] == pytest.approx(roc_auc_score(LABELS, LOGITS.softmax(1), multi_class="ovr"))
-        assert "hinge" in metrics.lower_is_better and "made" not in metrics.lower_is_better
+class Accumulating:
+    """A metric of the kind of torchmetrics, which sums over batches."""
 
-    def test_one_with_several_figures_is_refused(self) -> None:
-        torchmetrics = pytest.importorskip("torchmetrics")
-        message = refused(mine=torchmetrics.classification.MulticlassF1Score(CLASSES, average=None))
-        assert "returned float32 [3]; expected one number, as with average='macro'" in message
+    def update(self, logits: Tensor, targets: Tensor) -> None: ...
 
-    def test_of_several_labels(self) -> None:
-        torchmetrics = pytest.importorskip("torchmetrics")
-        rows = torch.rand(SAMPLES, CLASSES, generator=torch.Generator().manual_seed(3)) < 0.4
-        metrics = created(several=True, area=torchmetrics.classification.MultilabelAUROC)
-        assert figures(metrics, labels=rows)["area"] == pytest.approx(roc_auc_score(rows, LOGITS))
+    def compute(self) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize("metric", [Accumulating(), Accumulating, torch.nn.MSELoss()])
+def test_an_object_or_a_class_is_no_function(metric: Any) -> None:
+    message = refused(mine=metric)
+    assert f"found an object of type {type(metric).__name__}; expected a function of (logits, targets)" in message
+
+
+def test_functions_of_torchmetrics_give_the_figures_of_scikit_learn() -> None:
+    functions = pytest.importorskip("torchmetrics.functional.classification")
+    found = figures(created(area=partial(functions.multiclass_auroc, num_classes=CLASSES)))
+    assert found["area"] == pytest.approx(roc_auc_score(LABELS, LOGITS.softmax(1), multi_class="ovr"))
+    rows = torch.rand(SAMPLES, CLASSES, generator=torch.Generator().manual_seed(3)) < 0.4
+    several = created(several=True, area=partial(functions.multilabel_auroc, num_labels=CLASSES))
+    assert figures(several, labels=rows)["area"] == pytest.approx(roc_auc_score(rows, LOGITS))
 
 
 def told(*words: str) -> str:
