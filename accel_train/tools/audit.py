@@ -36,7 +36,7 @@ from accel_train.data.sources.splits import Source, Splits, count_classes, label
 from accel_train.errors import UserError, first_of, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.process import available_cores
-from accel_train.tools.pool import ProgressDisplay, in_processes, jobs_of
+from accel_train.tools.pool import in_processes, jobs_of, progress_bar
 
 CHUNK = 64  # images of one job
 THUMBNAIL = 16  # pixels a side
@@ -273,13 +273,13 @@ def _look_at_all(images: Images, processes: int | None, *, shows_progress: bool)
     records = np.zeros(len(images), RECORD)
     unreadable: list[Unreadable] = []
     jobs = jobs_of(sources, CHUNK)
-    with ProgressDisplay("decod", len(images), quiet=not shows_progress) as shown:
+    with progress_bar("decoding", len(images), shows_progress=shows_progress) as advance:
         looked = in_processes(look, sources, jobs, processes or available_cores())
         for (number, first, last), (part, bad) in zip(jobs, looked, strict=True):
             start = int(images.starts[number])
             records[start + first : start + last] = part
             unreadable += [replace(each, id=start + each.id) for each in bad]
-            shown.advance(last - first, len(unreadable))
+            advance(last - first)
     return records, unreadable
 
 

@@ -1,20 +1,20 @@
-"""Work on all images of a dataset in several processes, with a progress display."""
+"""Work on all images of a dataset in several processes, with a progress bar."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.sources.user import UserDataset
 from accel_train.data.worker_processes import end_with_trainer, process_pool
-from accel_train.errors import print_line
 
 T = TypeVar("T")
 
@@ -66,38 +66,12 @@ def _run(work: Callable[..., T], number: int, *arguments: Any) -> T:
     return work(_sources[number], *arguments)
 
 
-class ProgressDisplay:
-    """The progress: a bar on a terminal, otherwise a line after every tenth of the images."""
-
-    def __init__(self, verb: str, total: int, *, quiet: bool = False) -> None:
-        """`verb`: "decod", which becomes "decoding" and "decoded". `quiet`: nothing is shown."""
-        self.console = console = Console(soft_wrap=True, highlight=False, markup=False)
-        self.verb, self.total, self.done, self.quiet, self.printed = verb, total, 0, quiet, 0
-        self.bar = Progress(
-            TextColumn(f"{verb}ing"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=quiet or not console.is_terminal or not total,
-        )
-        self.task = self.bar.add_task("", total=total, note="")
-
-    def __enter__(self) -> ProgressDisplay:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if not self.bar.disable:  # older versions of rich (13) end a disabled bar, too, with an empty line
-            self.bar.stop()
-
-    def advance(self, count: int, unreadable: int | None = None) -> None:
-        """Say that `count` more images are done, and how many were `unreadable` in all (None: none was decoded)."""
-        self.done += count
-        note = "" if unreadable is None else f"{unreadable} unreadable"
-        self.bar.update(self.task, completed=self.done, note=note)
-        tenth = 10 * self.done // self.total
-        if not self.quiet and not self.console.is_terminal and tenth > self.printed:
-            self.printed = tenth
-            print_line(f"{self.verb}ed {self.done} of {self.total} images{', ' * bool(note)}{note}")
+@contextmanager
+def progress_bar(verb: str, total: int, *, shows_progress: bool) -> Iterator[Callable[[float], None]]:
+    """Yield a function that says how many more of `total` images are done: a bar, which is live on a terminal and
+    printed at the end elsewhere. `verb`: "decoding"."""
+    if not shows_progress:
+        yield lambda count: None
+        return
+    with Progress(TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+        yield partial(bar.advance, bar.add_task(verb, total=total))

@@ -39,7 +39,7 @@ from accel_train.errors import LOGGER, UserError
 from accel_train.files import atomic_write, fsync, sha256
 from accel_train.keyed import key, permuted
 from accel_train.launch.process import available_cores
-from accel_train.tools.pool import ProgressDisplay, in_processes, jobs_of
+from accel_train.tools.pool import in_processes, jobs_of, progress_bar
 
 CHUNK = 16  # images of one job: those of a camera have some megabytes each, and several jobs wait for their turn
 OF_FILES = ("folder", "csv", "wds")  # data that would find the shards among its own files
@@ -180,14 +180,14 @@ def _write(
     """Write all samples."""
     splits, jobs = list(sources), jobs_of(list(sources.values()), CHUNK)
     work = [(number, first, last, keys[number][first:last]) for number, first, last in jobs]
-    with ProgressDisplay("pack", sum(map(len, keys)), quiet=not shows_progress) as shown:
+    with progress_bar("packing", sum(map(len, keys)), shows_progress=shows_progress) as advance:
         packed: Iterator[list[bytes]] = in_processes(
             pack, list(sources.values()), work, processes, encoding, short_side
         )
         for (number, *_), samples in zip(jobs, packed, strict=True):
             for sample in samples:
                 writer.add(splits[number], sample)
-            shown.advance(len(samples))
+            advance(len(samples))
     writer.complete()
 
 

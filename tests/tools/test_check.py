@@ -82,7 +82,7 @@ def test_all_are_found_and_can_be_left_out(data: Data, tmp_path: Path, processes
         f"accel-train train RECIPE --data.name folder --data.root {data.root} --data.skip-unreadable {output}"
         in printed
     )
-    assert "decoded 156 of 156 images, 4 unreadable" in printed and "\x1b" not in printed
+    assert re.search(r"decoding \S* *156/156", printed) and "\x1b" not in printed
 
     with pytest.raises(UserError, match="check-data"):
         every = load_splits(data, 0)
@@ -104,7 +104,6 @@ def test_a_bar_on_a_terminal(data: Data, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("TERM", "xterm-256color")
     check_data(data, output=tmp_path / "list", processes=1, shows_progress=True)
     printed = capsys.readouterr().out
-    assert "decoded 156" not in printed
     assert "156/156" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed)
 
 
