@@ -8,7 +8,6 @@ GPU the same numbers would take about 200 kernels of a few microseconds each in 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import IntEnum, auto
 
 import torch
@@ -89,7 +88,7 @@ class AugmentParameters:
         if self.augment.erase:
             self._draw_erased(parameters, keys)
         if self.mixing is not None:
-            self._draw_mixed(parameters, keys, weights)
+            self.mixing(parameters, keys, weights)
         return parameters
 
     def _draw_windows(self, parameters: Tensor, keys: Tensor) -> None:
@@ -118,17 +117,6 @@ class AugmentParameters:
         for axis, (first, length) in enumerate(((top, height), (left, width))):
             parameters[:, Column.FIRST + axis] = first.int()
             parameters[:, Column.LAST + axis] = torch.where(erased, first + length - 1, -1).int()
-
-    def _draw_mixed(self, parameters: Tensor, keys: Tensor, weights: Tensor) -> None:
-        """Mixup and CutMix, see `Mixing`. The first sample of each group has the key of all."""
-        assert self.mixing is not None
-        streams = (Stream.MIX, Stream.MIX_KIND, Stream.MIX_SHARE, Stream.MIX_TOP, Stream.MIX_LEFT)
-        mixed = self.mixing(uniforms(keys[:: self.mixing.group], streams), weights)
-        for axis, (first, last) in enumerate(mixed.boxes):
-            parameters[:, Column.FIRST + 2 + axis], parameters[:, Column.LAST + 2 + axis] = first, last
-        parameters[:, Column.CUT] = mixed.cuts.int()
-        parameters[:, Column.SHARE] = mixed.share.view(torch.int32)
-        parameters[:, Column.REST] = (1 - mixed.share).view(torch.int32)
 
 
 def transforms_each_image(one_size: bool, augment: Augment, *, training: bool) -> bool:
@@ -175,21 +163,12 @@ def box_masks(parameters: Tensor, first: int, last: int, steps: Tensor, count: i
 
 
 SWITCH_PROBABILITY = 0.5  # of CutMix, not mixup, if both are on: timm's default
-DRAWS = 5  # of a group: whether to mix, which of the two, the share, and the place of the box
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """What `Mixing` returns, of each sample: tensors [b], on the CPU."""
-
-    share: Tensor  # float32: of the sample itself in the mixture; 1 if it is not mixed
-    cuts: Tensor  # bool: CutMix, not mixup
-    boxes: tuple[tuple[Tensor, Tensor], ...]
-    """Of rows, and of columns: the first and the last one of the pasted box, int32; the last is -1 if it is empty."""
+DRAWS = (Stream.MIX, Stream.MIX_KIND, Stream.MIX_SHARE, Stream.MIX_TOP, Stream.MIX_LEFT)
+"""Of a group: whether to mix, which of the two, the share, and the place of the box."""
 
 
 class Mixing:
-    """Computes from uniform numbers how samples are mixed."""
+    """Draws how samples are mixed."""
 
     def __init__(self, augment: Augment, size: int, virtual_batch: int) -> None:
         """`size`: of the model's input, in pixels; `virtual_batch`: samples that are always computed together."""
@@ -201,8 +180,10 @@ class Mixing:
         self.mixup_quantiles = beta_quantiles(augment.mixup)
         self.cutmix_quantiles = beta_quantiles(augment.cutmix)
 
-    def __call__(self, draws: Tensor, weights: Tensor) -> Mixed:
-        """`draws`: float32 [DRAWS, groups], in [0, 1); `weights`: float32 [b], 0 for padding."""
+    def __call__(self, parameters: Tensor, keys: Tensor, weights: Tensor) -> None:
+        """Fill the columns of `parameters`, int32 [b, columns]. `keys`: int64 [b], of which the first one of each group
+        is that of all its samples; `weights`: float32 [b], 0 for padding."""
+        draws = uniforms(keys[:: self.group], DRAWS)
         both = self.augment.mixup > 0 and self.cuts
         cuts = (draws[1] < SWITCH_PROBABILITY) if both else torch.full_like(draws[1], self.cuts).bool()
         cutmix_share, mixup_share = (
@@ -221,14 +202,14 @@ class Mixing:
         pairs = weights.view(-1, 2)
         real = ((pairs[:, 0] > 0) & (pairs[:, 1] > 0)).repeat_interleave(2)
         mixed = of_samples(mixed) & real
-        return Mixed(
-            share=torch.where(mixed, of_samples(share), 1.0),
-            cuts=of_samples(cuts),
-            boxes=tuple(
-                (of_samples(first).int(), torch.where(mixed & of_samples(end > first), of_samples(end - 1), -1).int())
-                for first, end in (rows, columns)
-            ),
-        )
+        share = torch.where(mixed, of_samples(share), 1.0)
+        parameters[:, Column.CUT] = of_samples(cuts).int()
+        parameters[:, Column.SHARE] = share.view(torch.int32)
+        parameters[:, Column.REST] = (1 - share).view(torch.int32)
+        for axis, (first, end) in enumerate((rows, columns)):
+            last = torch.where(mixed & of_samples(end > first), of_samples(end - 1), -1)
+            parameters[:, Column.FIRST + 2 + axis] = of_samples(first).int()
+            parameters[:, Column.LAST + 2 + axis] = last.int()
 
     def _sides(self, draws: Tensor, share: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The first row and the one after the last, and so the columns, of a box of the image's shape around a random

@@ -16,8 +16,8 @@ from timm.data.mixup import rand_bbox
 from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment
-from accel_train.data.transforms.parameters import DRAWS, AugmentParameters, Column, Mixing, _interpolate
-from accel_train.keyed import hashed, key
+from accel_train.data.transforms.parameters import DRAWS, AugmentParameters, Column, _interpolate, beta_quantiles
+from accel_train.keyed import hashed, key, uniforms
 
 SIZE, COUNT = 224, 4000
 Boxes = npt.NDArray[np.float64]
@@ -74,16 +74,16 @@ def test_cutmix_is_the_papers(alpha: float) -> None:
 
 def test_cutmix_is_timms_in_small_images_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """timm's rand_bbox for the same share and centre: in 32 pixels a rounded side would make boxes 4 % larger."""
-    mixing, size = Mixing(Augment(cutmix=1.0, mix_mode="elem"), 32, 2), 32
-    draws = torch.rand(DRAWS, COUNT, generator=torch.Generator().manual_seed(0))
+    size, keys = 32, hashed(key(7, 0, "augment"), torch.arange(COUNT))
+    parameters = AugmentParameters(Augment(cutmix=1.0, mix_mode="elem"), size, per_image=False)
+    draws = uniforms(keys, DRAWS)
     centres = iter((draws[3:] * size).floor().int().T.flatten().tolist())
     monkeypatch.setattr(np.random, "randint", lambda *_, **__: next(centres))
-    rows, columns = mixing(draws, torch.ones(COUNT)).boxes
-    for number, share in enumerate(_interpolate(mixing.cutmix_quantiles, draws[2]).tolist()):
+    found = boxes_of(parameters(keys, torch.ones(COUNT)), 1).astype(int)[:, [0, 2, 1, 3]].tolist()
+    for number, share in enumerate(_interpolate(beta_quantiles(1.0), draws[2]).tolist()):
         expected = rand_bbox((size, size), share)
         if expected[0] < expected[1] and expected[2] < expected[3]:
-            found = (int(axis[end][number]) + end for axis in (rows, columns) for end in (0, 1))
-            assert tuple(found) == expected
+            assert tuple(found[number]) == expected
 
 
 def test_whether_to_mix_and_how_are_drawn_apart() -> None:
