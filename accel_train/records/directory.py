@@ -386,8 +386,8 @@ class MetricsLog:
         def is_kept(line: bytes) -> bool:
             return not _is_after(_values(line) or {}, update, evaluated, tests_again)
 
-        self._waiting = deque(filter(is_kept, self._waiting))
-        return b"".join(filter(is_kept, log_lines(self._read().splitlines(keepends=True))))
+        self._waiting = deque(line for line in self._waiting if is_kept(line))
+        return b"".join(line for line in log_lines(self._read().splitlines(keepends=True)) if is_kept(line))
 
 
 def _values(line: bytes) -> dict[str, Any] | None:
