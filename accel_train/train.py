@@ -44,18 +44,11 @@ from accel_train.launch.environment import Launch
 from accel_train.launch.stopping import StopAskedError, StopRequests
 from accel_train.optim.performance import LESS_MEMORY, memory_advice
 from accel_train.records.metrics import create_own_metrics
-from accel_train.records.summary import plan_text
 from accel_train.run.observers import check_observers
 from accel_train.run.run import Run, TrainingResult, finish, interrupt
 from accel_train.run.start import claim_directory, find_result, find_start, load_data
 from accel_train.task import LOWER_IS_BETTER
 from accel_train.training_setup import Preflight, TrainingSetup, connect, create_training_setup, import_libraries
-
-
-def training_plan(config: Config, launch: Launch) -> str:
-    """Return what --config-only prints: the settings of a training and what follows from them. Raises UserError."""
-    accelerator = connect(config, launch)
-    return plan_text(find_start(config, accelerator).config, accelerator)
 
 
 def train(

@@ -15,6 +15,7 @@ from accel_train.cli.common import importing, print_table
 from accel_train.config.checks import check_root
 from accel_train.config.declaration import RECIPE_WORD
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
+from accel_train.config.schema import to_yaml
 from accel_train.errors import UnsavedError, UserError, nearest, print_line, writing
 from accel_train.files import atomic_write
 from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process, prepare_environment
@@ -59,28 +60,27 @@ def _train(arguments: Sequence[str]) -> int:
         config = dataclasses.replace(config, output_dir=Path("runs", config.recipe, f"job-{job}"))
     # Before torch is imported, because torch reads some of these variables.
     launch = prepare_environment(bitwise=config.bitwise)
+    if config.config_only:
+        if launch.rank == 0:
+            for line in to_yaml(config).splitlines():
+                print_line(line)
+        return 0
     finished = config.output_dir is not None and (config.output_dir / "result.json").exists()  # needs no data
-    if not config.config_only and not finished and launch.world_size == launch.local_world_size:
+    if not finished and launch.world_size == launch.local_world_size:
         # Processes of several nodes must agree that it is missing: they look for it after they have met.
         check_root(config.data)
-    with importing("" if config.config_only else config.recipe):
+    with importing(config.recipe):
         from accel_train.launch.agreement import end_world
-        from accel_train.train import train, training_plan
+        from accel_train.train import train
 
     stopped_by: str | None = None
     code = 0
     try:
-        if config.config_only:
-            text = training_plan(config, launch)
-            if launch.rank == 0:
-                for line in text.splitlines():
-                    print_line(line)
-        else:
-            result = train(config, launch, preflight=preflight_of_start(launch.rank))
-            stopped_by, code = result.stopped_by, int(result.failed_writes > 0)
-            if result.nothing_left and launch.rank == 0:
-                file = result.directory / "result.json"
-                print_line(f"{result.directory} holds a finished run: {file}. Nothing is left to do.")
+        result = train(config, launch, preflight=preflight_of_start(launch.rank))
+        stopped_by, code = result.stopped_by, int(result.failed_writes > 0)
+        if result.nothing_left and launch.rank == 0:
+            file = result.directory / "result.json"
+            print_line(f"{result.directory} holds a finished run: {file}. Nothing is left to do.")
     except UnsavedError as error:  # the run's console has said why
         stopped_by, code = error.stopped_by, 1
     end_world()

@@ -429,7 +429,7 @@ class Config:
     trackers: Annotated[tuple[str, ...], Free("only what is shown")] = ()
     """Where to send the curves: tensorboard, wandb or mlflow (docs/evaluate.md)."""
     config_only: Annotated[bool, ONE_START] = False
-    """Print the resolved configuration and the resulting plan, then stop."""
+    """Print all settings of the training as a recipe, then stop."""
     traceback: Annotated[bool, ONE_START] = False
     """Show the traceback of an error too."""
     data: Data = field(default_factory=Data)

@@ -9,32 +9,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_train import __version__, models
+from accel_train import __version__
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import FORMAT, learning_settings
 from accel_train.config.declaration import BEST_METRICS
-from accel_train.config.schema import Config, to_yaml, value
-from accel_train.data.loading import create_sampler
+from accel_train.config.schema import Config, value
 from accel_train.data.memory import Placement
-from accel_train.data.order.plan import Plan, create_plan, divide_batch
-from accel_train.data.sources.load import resolve_mean_std, splits_of
+from accel_train.data.order.plan import Plan
+from accel_train.data.sources.load import resolve_mean_std
 from accel_train.data.sources.splits import Splits, count_classes, has_one_size
-from accel_train.errors import UserError, counted, one_line
+from accel_train.errors import UserError, counted
 from accel_train.launch.accelerator import precision
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import start_folder
-from accel_train.models.batchnorm import has_batchnorm
-from accel_train.optim.loss import check_task
-from accel_train.optim.schedule import check_schedule
 from accel_train.records.cost import Ledger, cost_text
 from accel_train.records.metrics import Evaluation, headlines
 from accel_train.records.model_info import ModelInfo
 from accel_train.task import Metric, Task
-from accel_train.user_code.reference import GIVEN, parse_reference, short_name
+from accel_train.user_code.reference import GIVEN, short_name
 
 
 def describe(
@@ -72,52 +67,6 @@ def describe(
         "run": str(config.output_dir),
     }
     return [f"{name:<8}{text}" for name, text in lines.items() if text]
-
-
-def _divide_without_data(config: Config, accelerator: Accelerator) -> tuple[int, int]:
-    """The same as `divide_batch`, for --config-only: the model is made without memory and arithmetic."""
-    size = models.input_size(config.model, None, config.origin)
-    # A user's own code may need real numbers.
-    with torch.device("cpu" if parse_reference("model.name", config.model.name) else "meta"):
-        model = models.create_model(config.model, num_classes=2, channels=3, image_size=size, pretrained=False)
-    return divide_batch(config, accelerator.num_processes, batchnorm=has_batchnorm(model))
-
-
-def plan_text(config: Config, accelerator: Accelerator) -> str:
-    """Return what --config-only prints: the resolved configuration, and as comments what follows from it.
-
-    Nothing is downloaded; if the data is missing, the number of updates is unknown. Raises UserError if the schedule
-    does not fit the data.
-    """
-    processes = accelerator.num_processes
-    virtual_batch, accumulation = _divide_without_data(config, accelerator)
-    division = Plan(config.batch_size, config.batch_size, processes, accumulation, virtual_batch=virtual_batch)
-    lines = [
-        f"# processes: {processes}",
-        f"# precision: {precision(accelerator)}",
-        f"# accumulation: {accumulation}",
-        f"# samples of a process in one forward pass: {division.micro_batch}",
-        f"# samples of a virtual batch: {virtual_batch}",
-        *[f"# shares: {division.division}"] * (division.empty > 0),
-    ]
-    try:
-        splits = splits_of(config, download=False)
-        plan = create_plan(config, len(splits.train), processes, accumulation, virtual_batch)
-        order = create_sampler(config, splits, plan)
-    except UserError as error:
-        lines.append(f"# updates: not known ({error})")
-    else:
-        check_schedule(config.schedule, splits)
-        check_best_metric(config, splits)
-        check_task(config.loss, splits.task)
-        last = (plan.updates_per_epoch - 1) * plan.batch_size
-        lines += [
-            f"# training samples: {len(splits.to_train_on)}",
-            f"# updates an epoch: {plan.updates_per_epoch}",
-            f"# samples of an epoch's last update: {order.real_samples(last)}",
-            f"# updates in all: {plan.updates}",
-        ]
-    return to_yaml(config) + "\n".join(map(one_line, lines))
 
 
 def data_record(splits: Splits) -> dict[str, Any]:

@@ -56,7 +56,6 @@ def images(root: str, **classes: int) -> None:
         (["digits", "--augment.pad", "8", "--augment.pad-mode", "reflect"], "8 pixels"),
         (["digits", "--augment.policy", "autoaugmentation"], "'autoaugment'"),
         (["digits", "--schedule.name", "plateau"], "--data.val-fraction"),
-        (["digits", "--schedule.name", "plateau", "--config-only"], "--data.val-fraction"),
         (["digits", "--best-metric", "loss"], "--best-metric loss: follows the validation split"),
         (["digits", "--best-metric", "map", "--data.val-fraction", "0.1"], "choose one of accuracy, loss, f1."),
         (["digits", "--stop.patience-epochs", "3"], "--stop.patience-epochs 3: follows the validation split"),
