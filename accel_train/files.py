@@ -120,16 +120,3 @@ def fsync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def file_system(folder: Path) -> str:
-    """The kind of file system on which `folder` is: "ext4", "nfs4", "lustre"; "unknown"."""
-    import psutil
-
-    best, kind = "", "unknown"
-    real = os.path.realpath(folder)
-    for part in psutil.disk_partitions(all=True):
-        inside = real == part.mountpoint or real.startswith(part.mountpoint.rstrip("/") + "/")
-        if inside and len(part.mountpoint) >= len(best):
-            best, kind = part.mountpoint, part.fstype
-    return kind

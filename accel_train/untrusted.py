@@ -17,8 +17,8 @@ MAX_JSON_BYTES = 1 << 26
 """Size of the largest JSON file that is read."""
 MAX_LOG_BYTES = 1 << 32
 """Size of the largest metrics.jsonl that is read: some ten million lines."""
-MAX_YAML_DEPTH, MAX_YAML_ALIASES = 100, 32
-"""Of a YAML text: parts inside each other, and uses of an alias. A few aliases can stand for endless values."""
+MAX_YAML_DEPTH = 100
+"""Of a YAML text: parts inside each other."""
 MAX_DIGITS = 100
 """Of a whole number in JSON; a longer one would only overflow somewhere."""
 MAX_LINE_BYTES = 1 << 24
@@ -123,26 +123,23 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
 
 
 def read_yaml(text: str | bytes, *, nodes: bool = False) -> Any:
-    """Return what a YAML text says, as yaml.safe_load does; or its root node, with each scalar as its text, without
-    aliases.
+    """Return what a YAML text says, as yaml.safe_load does; or its root node, with each scalar as its text.
 
-    Not with libyaml, which ends the process (SIGSEGV) when parts are nested too deeply. Raises yaml.YAMLError, and
-    ValueError for a value that is none of its kind.
+    An alias is refused, because a few can stand for endless values. Not with libyaml, which ends the process (SIGSEGV)
+    when parts are nested too deeply. Raises yaml.YAMLError, and ValueError for a value that is none of its kind.
     """
     import yaml
 
     class Bounded(yaml.BaseLoader if nodes else yaml.SafeLoader):  # type: ignore[misc]
-        depth = aliases = 0
+        depth = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             self.depth += 1
-            self.aliases += self.check_event(yaml.AliasEvent)
-            if nodes and self.aliases:
-                text = "an alias (*NAME), which is not read here; write its values again"
-                raise yaml.composer.ComposerError(None, None, text, self.peek_event().start_mark)
-            if self.depth > MAX_YAML_DEPTH or self.aliases > MAX_YAML_ALIASES:
-                limits = f"more than {MAX_YAML_DEPTH} parts inside each other, or {MAX_YAML_ALIASES} uses of aliases"
-                raise yaml.composer.ComposerError(None, None, limits, self.peek_event().start_mark)
+            problem = f"more than {MAX_YAML_DEPTH} parts inside each other" * (self.depth > MAX_YAML_DEPTH)
+            if self.check_event(yaml.AliasEvent):
+                problem = "an alias (*NAME), which is not read here; write its values again"
+            if problem:
+                raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
             node = super().compose_node(parent, index)
             self.depth -= 1
             return node

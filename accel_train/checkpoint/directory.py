@@ -323,8 +323,6 @@ def choose_checkpoint(folder: Path, resume: str, notes: list[str]) -> tuple[Path
     `CheckpointStore.restore`. What the user should know is appended to `notes`. Raises UserError and OSError.
     """
     remove_leftovers(folder)
-    if resume == "never" and list_updates(folder):
-        raise UserError(f"{folder} has checkpoints, and --resume is never. Give another --output-dir.")
 
     def set_aside(path: Path, error: BrokenError) -> None:
         renamed = quarantine(path)
@@ -334,7 +332,7 @@ def choose_checkpoint(folder: Path, resume: str, notes: list[str]) -> tuple[Path
     own = None if newest is None else (newest, read_checkpoint(newest))
     if resume == "must" and own is None:
         raise UserError(f"{folder} has no complete checkpoint, and --resume is must. Leave it out to begin a new run.")
-    if resume in ("auto", "must", "never"):
+    if resume in ("auto", "must"):
         return own
     requested, resolved = Path(resume), folder.resolve()
     if own is None:

@@ -235,7 +235,6 @@ class CheckpointStore(ABC):
 
         auto   the newest complete checkpoint of this run, if there is one
         must   the same; UserError if there is none
-        never  UserError if there are checkpoints: two runs in one directory would be mixed
         PATH   a checkpoint, or the newest complete one in a run's directory. If it belongs to another run, but this
                run has checkpoints of its own, these are used: a job that is started again goes on where it was
 

@@ -411,7 +411,7 @@ class Config:
     log_every_updates: Annotated[int, POSITIVE, Free("only what is shown")] = 50
     """Write a line to metrics.jsonl (and to the log, if not on a terminal) every N updates."""
     resume: Annotated[str, ONE_START] = "auto"
-    """auto: continue from the newest checkpoint of the run, if any; must: fail without one; never; or a path."""
+    """auto: continue from the newest checkpoint of the run, if any; must: fail without one; or a path."""
     allow_change: Annotated[tuple[str, ...], ONE_START] = ()
     """Options (optim.lr, or a group: optim) that may differ from the resumed checkpoint's."""
     take_over: Annotated[bool, ONE_START] = False

@@ -65,15 +65,10 @@ class Start:
 class Ledger:
     """The entry of this start, and those of the starts before it. Only the main process writes."""
 
-    def __init__(
-        self, directory: RunDirectory, *, launch: Launch, on_cpu: bool, update: int, anew: bool = False
-    ) -> None:
-        """`update`: after which this start goes on. What earlier starts did after it is counted as done twice.
-
-        `anew`: earlier starts in this folder were another run's.
-        """
+    def __init__(self, directory: RunDirectory, *, launch: Launch, on_cpu: bool, update: int) -> None:
+        """`update`: after which this start goes on. What earlier starts did after it is counted as done twice."""
         self._directory = directory
-        self.starts = read_starts(directory.path) if directory.writes and not anew else []
+        self.starts = read_starts(directory.path) if directory.writes else []
         unfinished = [earlier.last_update for earlier in self.starts if not earlier.finished]
         self.repeated_updates = max([update, *unfinished]) - update
         """Updates that this start does again: at least, for a start that was killed wrote the file up to 2 s before."""

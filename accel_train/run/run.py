@@ -128,7 +128,6 @@ class Run:
             launch=setup.launch,
             on_cpu=setup.device.type == "cpu",
             update=self.state.update,
-            anew=self.config.resume == "never",
         )
         self._first_began = began - self.state.wall_seconds  # as if all starts had followed each other at once
         # Updates done beyond those of a run that had these settings from its start (after a change of the batch size,

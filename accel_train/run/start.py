@@ -247,7 +247,7 @@ def find_file(path: Path) -> tuple[Weights, ModelInfo | None]:
 
 def _has_checkpoint(config: Config) -> bool:
     """Whether this start continues from a checkpoint. Those of its own run are verified first."""
-    if config.resume not in ("auto", "must", "never"):
+    if config.resume not in ("auto", "must"):
         return True
     try:
         return config.output_dir is not None and find_newest_checkpoint(config.output_dir) is not None
@@ -258,7 +258,7 @@ def _has_checkpoint(config: Config) -> bool:
 def _recorded(config: Config) -> Origin:
     """The origin in the model.json of the run that goes on; an empty one if there is none."""
     folders = [config.output_dir] if config.output_dir is not None else []
-    if config.resume not in ("auto", "must", "never"):
+    if config.resume not in ("auto", "must"):
         folders += [Path(config.resume), Path(config.resume).absolute().parent.parent]
     for folder in folders:
         if (folder / FILE).is_file():

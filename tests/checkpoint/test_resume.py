@@ -110,7 +110,6 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits(
 def test_a_new_run_has_nothing_to_restore(tmp_path):
     run = Run(tmp_path / "run")
     assert run.checkpoints.restore("auto") is None
-    assert run.checkpoints.restore("never") is None
     with pytest.raises(UserError, match="must"):
         run.checkpoints.restore("must")
     assert not run.folder.exists()
@@ -155,12 +154,6 @@ def test_a_hostile_file_is_not_executed(run, monkeypatch, tmp_path):
     assert not (tmp_path / "executed").exists()
     pickle.loads((place / "optimizer.pt").read_bytes())  # it would have been
     assert (tmp_path / "executed").exists()
-
-
-def test_never_does_not_mix_two_runs(run):
-    with pytest.raises(UserError, match=r"--resume is never\. Give another --output-dir"):
-        Run(run.folder.parent).checkpoints.restore("never")
-    assert list_updates(run.folder) == [1, 2]
 
 
 @pytest.mark.parametrize("path", ["", "checkpoints", "checkpoints/update-00000002"])

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.launch.environment import Launch
-from accel_train.records.cost import FILE, Ledger, Start, cost_of, cost_text, duration, read_starts
-from accel_train.records.directory import RunDirectory
+from accel_train.records.cost import FILE, Start, cost_of, cost_text, duration, read_starts
 
 
 def start(began: float, ended: float, first: int, last: int, **seconds: Any) -> Start:
@@ -65,13 +63,6 @@ def test_damaged_starts_are_left_out(tmp_path: Path) -> None:
     assert len(read_starts(tmp_path)) == 1
     (tmp_path / FILE).write_text('{"starts": 3}')
     assert read_starts(tmp_path) == []
-
-
-def test_a_start_that_begins_anew_forgets_the_others(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path, writes=True)
-    Ledger(directory, launch=Launch(), on_cpu=True, update=0)
-    assert len(Ledger(directory, launch=Launch(), on_cpu=True, update=0).starts) == 2  # killed before its first save
-    assert len(Ledger(directory, launch=Launch(), on_cpu=True, update=0, anew=True).starts) == 1
 
 
 def test_durations_in_words() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError, reason_of
-from accel_train.files import file_system
 from accel_train.run.start import load_data
 from accel_train.tools.doctor import check
 from accel_train.tools.doctor.check import FAIL, NA, PASS, WARN, Examination, Finding, judged, on_each_rank, on_main
@@ -65,7 +64,7 @@ def reading(exam: Examination) -> Finding:
         source.fetch([draw.randrange(len(source))])
         seconds.append(time.perf_counter() - began)
     median = statistics.median(seconds)
-    found = f"{median * 1000:.2g} ms an image (median of {len(seconds)}), {file_system(exam.config.data.root)}"
+    found = f"{median * 1000:.2g} ms an image (median of {len(seconds)})"
     advice = "Copy the data to the node's disk, as one archive; or decode once: accel-train shards --encoding raw"
     return judged(median <= SLOW_FILE, found, f"less than {SLOW_FILE * 1000:.0f} ms, or enough workers", advice)
 

@@ -66,7 +66,7 @@ def preview(launch: Launch, config: Config, output: Path, *, images: int = 8) ->
         raise UserError(f"images: expected at least 1, found {images}.")
     import_pyplot()  # its absence is told before the work
     check_writable("--output", output)
-    config = dataclasses.replace(config, resume="never", output_dir=None, trackers=())
+    config = dataclasses.replace(config, resume="auto", output_dir=None, trackers=())
     accelerator = connect(config, launch)
     config = find_start(config, accelerator).config
     splits = load_data(config, accelerator)

@@ -342,9 +342,3 @@ def test_a_disk_that_refuses_the_room_it_shows(exam: Exam, tmp_path: Path, monke
         monkeypatch.setattr(storage, "checkpoint_bytes", lambda _: 2**20)
         assert storage.room(exam(folder=disk)).status == PASS
         assert list(disk.iterdir()) == []
-
-
-def test_the_kind_of_a_file_system(tmp_path: Path) -> None:
-    with helpers.small_disk(tmp_path / "disk", "200k") as disk:
-        assert storage.file_system(disk / "below") == "tmpfs"
-        assert storage.file_system(tmp_path) != "tmpfs" or storage.file_system(Path("/")) == "tmpfs"
