@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import itertools
 import json
@@ -386,3 +387,15 @@ def read_predictions(path: Path) -> Any:
         found["paths"] = file["paths"].tolist() if "paths" in file else None
         found |= {"classes": tuple(file["classes"].tolist()), "about": json.loads(str(file["about"]))}
     return SimpleNamespace(**found)
+
+
+def classes_in(path: Path) -> list[dict[str, Any]]:
+    """The images in a CSV file of `accel-train predict`, with their classes, the most probable one first."""
+    images: list[dict[str, Any]] = []
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["rank"] in ("", "1"):
+                images.append({"image": row["image"], "error": row["error"], "predictions": []})
+            if row["rank"]:
+                images[-1]["predictions"].append({"class": row["class"], "probability": float(row["probability"])})
+    return images

@@ -374,9 +374,9 @@ def test_the_page_on_export_works_as_it_is(digits_run: Path, tmp_path: Path) -> 
             else:
                 assert words == ["classify.py", "runs/mine/export-onnx", "digit.png"]
     images = helpers.write_digits(tmp_path / "images")
-    predicted = helpers.python("-m", "accel_train", "predict", run, *images, "--output", tmp_path / "p.jsonl")
+    predicted = helpers.python("-m", "accel_train", "predict", run, *images, "--output", tmp_path / "p.csv")
     assert predicted.returncode == 0, predicted.stderr
-    expected = [json.loads(line)["predictions"][0]["class"] for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    expected = [line["predictions"][0]["class"] for line in helpers.classes_in(tmp_path / "p.csv")]
     without = (
         "import runpy, sys; from importlib.metadata import packages_distributions; "
         "allowed = {'numpy', 'onnxruntime', 'PIL', 'flatbuffers', 'google'}; "

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from accel_train.cli.common import WeightsOptions, importing, print_table
 from accel_train.config.declaration import FRACTION, POSITIVE, RUN_WORD, Word, ending
@@ -118,8 +117,8 @@ class Predict(WeightsOptions):
     """Number of classes for each image; default: 1 on the console, 5 in a file; with several labels an image: all."""
     threshold: Annotated[float | None, FRACTION] = None
     """Show the classes with at least this probability, for runs with several labels an image; default: 0.5."""
-    output: Annotated[Path | None, ending(".csv", ".jsonl")] = None
-    """Write to this .csv or .jsonl file instead of a table; it is there when all images are done."""
+    output: Annotated[Path | None, ending(".csv")] = None
+    """Write to this .csv file instead of a table; it is there when all images are done."""
 
     def mistakes(self) -> list[str]:
         return not_a_run(self.run) + [
@@ -200,28 +199,16 @@ def _print(predictions: Sequence[Prediction]) -> None:
 
 
 def _write(path: Path, predictions: Iterable[Prediction]) -> None:
-    """Write a file line by line. It is there when all are written: a kill leaves what was there before."""
-    write = _write_csv if path.suffix == ".csv" else _write_jsonl
+    """Write a CSV file with a row for each class of an image. One without a class, or that is unreadable, has one row.
+
+    The file is there when all are written: a kill leaves what was there before.
+    """
     with atomic_replacement(path) as temporary:
         with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            write(file, predictions)
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("image", "rank", "class", "probability", "error"))
+            for prediction in predictions:
+                best = zip(prediction.classes, prediction.probabilities, strict=True)
+                rows: list[Any] = [(rank, name, f"{value:.6g}") for rank, (name, value) in enumerate(best, 1)]
+                writer.writerows((prediction.image, *row, prediction.error) for row in rows or [("", "", "")])
         fsync(temporary)
-
-
-def _write_csv(file: TextIO, predictions: Iterable[Prediction]) -> None:
-    """Write a row for each class of an image. One without a class, or that is unreadable, has one row."""
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(("image", "rank", "class", "probability", "error"))
-    for prediction in predictions:
-        best = zip(prediction.classes, prediction.probabilities, strict=True)
-        rows: list[tuple[Any, ...]] = [(rank, name, f"{value:.6g}") for rank, (name, value) in enumerate(best, 1)]
-        writer.writerows((prediction.image, *row, prediction.error) for row in rows or [("", "", "")])
-
-
-def _write_jsonl(file: TextIO, predictions: Iterable[Prediction]) -> None:
-    """Write lines {"image": …, "predictions": [{"class": …, "probability": …}, …]}, with "error" if unreadable."""
-    for prediction in predictions:
-        best = zip(prediction.classes, prediction.probabilities, strict=True)
-        found = [{"class": name, "probability": float(f"{value:.6g}")} for name, value in best]
-        line: dict[str, Any] = {"image": str(prediction.image), "predictions": found}
-        file.write(json.dumps(line | ({"error": prediction.error} if prediction.error else {})) + "\n")

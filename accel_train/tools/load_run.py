@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from accel_train.data.sources.load import splits_of
 from accel_train.data.sources.splits import Splits
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.image import ImageTransform
-from accel_train.errors import UntrustedError, UserError, counted, first_of, one_line, raise_mistakes
+from accel_train.errors import UntrustedError, UserError, one_line, raise_mistakes
 from accel_train.launch.process import available_cores
 from accel_train.ownership.owner import read_result
 from accel_train.records.directory import metric_key
@@ -89,53 +89,7 @@ class Prediction:
     """Why the image cannot be read; there are no classes then."""
 
 
-BATCH_SIZE = 64  # of `classify_files`
-
-
-def classify_files(
-    model: nn.Module,
-    preprocessing: Preprocessing,
-    info: ModelInfo,
-    files: Sequence[Path],
-    top_k: int | None,
-    threshold: float | None = None,
-    *,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Iterator[Prediction]:
-    """Yield the prediction for each file, in their order. One that cannot be read gets an `error`.
-
-    `model`: on the device of `preprocessing`, in evaluation mode. `top_k`: at most so many classes; None: all.
-    `threshold`: the least probability, if an image may have several labels; None: 0.5. `autocast`: makes a context for
-    the forward pass. Raises UserError if the run's model takes images that only the user's own code can prepare.
-    """
-    check_can_classify(info, threshold)
-    least = (info.task.threshold or 0.0) if threshold is None else threshold
-
-    def read(path: Path) -> Tensor | str:
-        try:
-            return preprocessing.resize(decode(read_image(path), info.channels))
-        except (ImageError, OSError) as error:
-            return (isinstance(error, OSError) and error.strerror) or str(error)
-
-    with ThreadPoolExecutor(available_cores()) as pool:
-        for first in range(0, len(files), BATCH_SIZE):
-            batch = files[first : first + BATCH_SIZE]
-            images = list(pool.map(read, batch))
-            readable = [image for image in images if isinstance(image, Tensor)]
-            results: Iterator[tuple[list[int], list[float]]] = iter(())
-            if readable:
-                with torch.inference_mode(), autocast():
-                    logits = model(preprocessing.to_input(torch.cat(readable))).float()
-                best = info.task.probabilities(logits).topk(min(top_k or len(info.classes), len(info.classes)))
-                results = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            for path, image in zip(batch, images, strict=True):
-                if isinstance(image, Tensor):
-                    labels, probabilities = next(results)
-                    count = sum(probability >= least for probability in probabilities)  # they are in decreasing order
-                    names = tuple(info.classes[label] for label in labels[:count])
-                    yield Prediction(path, names, tuple(probabilities[:count]))
-                else:
-                    yield Prediction(path, (), (), error=image)
+BATCH_SIZE = 64  # of `LoadedRun.classify`
 
 
 def check_can_classify(info: ModelInfo, threshold: float | None) -> None:
@@ -272,29 +226,13 @@ class LoadedRun:
     """A run whose model is in evaluation mode, on the CPU unless it was loaded for another device."""
 
     path: Path
-    config: Config
-    info: ModelInfo
-    model: nn.Module
+    config: Config = field(repr=False)
+    info: ModelInfo = field(repr=False)
+    model: nn.Module = field(repr=False)
     """float32 [b, channels, size, size] to logits [b, classes]."""
     weights: Path
     """The file of the model's weights: the EMA's if the run has one. A run that trains may have deleted it."""
-    preprocessing: Preprocessing
-
-    def __repr__(self) -> str:
-        info, result = self.info, self.result or {}
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        test = {name: value for name, value in result.items() if name.startswith("test_") and isinstance(value, float)}
-        metrics = ", ".join(f"{name} {value:.4f}" for name, value in test.items())
-        name = short_name("model.name", self.config.model.name)
-        return "\n".join(
-            [
-                f"LoadedRun({str(self.path)!r})",
-                f"  model    {name}, {parameters:,} parameters, {self.weights}",
-                f"  input    {info.channels} x {info.image_size} x {info.image_size} pixels",
-                f"  classes  {len(info.classes)}: {first_of(info.classes, 5)}",
-                f"  result   {counted(result['epochs'], 'epoch')}, {metrics}" if result else "  result   not finished",
-            ]
-        )
+    preprocessing: Preprocessing = field(repr=False)
 
     @property
     def title(self) -> str:
@@ -333,10 +271,48 @@ class LoadedRun:
         return list(self.classify(list(images), top_k, threshold))
 
     def classify(
-        self, files: Sequence[Path], top_k: int | None, threshold: float | None = None, **options: Any
+        self,
+        files: Sequence[Path],
+        top_k: int | None,
+        threshold: float | None = None,
+        *,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Iterator[Prediction]:
-        """Yield the prediction of each file. For `options` see `classify_files`. Raises UserError."""
-        return classify_files(self.model, self.preprocessing, self.info, files, top_k, threshold, **options)
+        """Yield the prediction for each file, in their order. One that cannot be read gets an `error`.
+
+        `top_k`: at most so many classes; None: all. `threshold`: the least probability, if an image may have several
+        labels; None: 0.5. `autocast`: makes a context for the forward pass. Raises UserError if the run's model takes
+        images that only the user's own code can prepare.
+        """
+        info = self.info
+        check_can_classify(info, threshold)
+        least = (info.task.threshold or 0.0) if threshold is None else threshold
+
+        def read(path: Path) -> Tensor | str:
+            try:
+                return self.preprocessing.resize(decode(read_image(path), info.channels))
+            except (ImageError, OSError) as error:
+                return (isinstance(error, OSError) and error.strerror) or str(error)
+
+        with ThreadPoolExecutor(available_cores()) as pool:
+            for first in range(0, len(files), BATCH_SIZE):
+                batch = files[first : first + BATCH_SIZE]
+                images = list(pool.map(read, batch))
+                readable = [image for image in images if isinstance(image, Tensor)]
+                results: Iterator[tuple[list[int], list[float]]] = iter(())
+                if readable:
+                    with torch.inference_mode(), autocast():
+                        logits = self.model(self.preprocessing.to_input(torch.cat(readable))).float()
+                    best = info.task.probabilities(logits).topk(min(top_k or len(info.classes), len(info.classes)))
+                    results = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                for path, image in zip(batch, images, strict=True):
+                    if isinstance(image, Tensor):
+                        labels, probabilities = next(results)
+                        count = sum(probability >= least for probability in probabilities)  # in decreasing order
+                        names = tuple(info.classes[label] for label in labels[:count])
+                        yield Prediction(path, names, tuple(probabilities[:count]))
+                    else:
+                        yield Prediction(path, (), (), error=image)
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of one kind: "train", "eval", "checkpoint" or "event". A torn line is left out."""

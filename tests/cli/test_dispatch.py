@@ -79,7 +79,7 @@ def test_help_lists_each_command_with_a_line() -> None:
         (["predict", "{run}", "{run}", "--top-k=0"],
          "--top-k: expected a number greater than 0, found '0' (command line)."),
         (["predict", "{run}", "{run}", "--output", "a.txt"],
-         "--output: expected a name that ends in .csv or .jsonl, found 'a.txt' (command line)."),
+         "--output: expected a name that ends in .csv, found 'a.txt' (command line)."),
         *[([*words, "folder", "--data.root", "{run}/no"], NO_ROOT) for words in
           (["train", "digits", "--data.name"], ["find-lr", "digits", "--data.name"], ["check-data"])],
         (["bench", "digits", "--data.name", "folder", "--data.root", "{run}/no"],

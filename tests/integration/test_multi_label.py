@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Captured, environment, lines_of, result_of, run, write_digits
+from helpers import Captured, classes_in, environment, lines_of, result_of, run, write_digits
 from sklearn.metrics import average_precision_score, f1_score
 
 from accel_train.api import load_run
@@ -120,13 +120,12 @@ def said(*words: object) -> tuple[int, str, str]:
 @pytest.mark.ci
 def test_predict_shows_all_classes_from_the_threshold_on(single: Path) -> None:
     images = write_digits(single / "images")
-    output = single / "predictions.jsonl"
+    output = single / "predictions.csv"
     shown = {}
     for threshold in ("0", "0.3", "1"):
         code, _, err = said("predict", single, *images, "--threshold", threshold, "--output", output)
         assert code == 0, err
-        lines = [json.loads(line) for line in output.read_text().splitlines()]
-        shown[threshold] = [line["predictions"] for line in lines]
+        shown[threshold] = [line["predictions"] for line in classes_in(output)]
     assert all(len(classes) == 10 for classes in shown["0"]) and not any(shown["1"])
     for every, some in zip(shown["0"], shown["0.3"], strict=True):
         assert some == [pair for pair in every if pair["probability"] >= 0.3]

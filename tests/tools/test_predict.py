@@ -24,7 +24,7 @@ from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.tools import load_run
-from accel_train.tools.load_run import Preprocessing, classify_files, load
+from accel_train.tools.load_run import LoadedRun, Preprocessing, load
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +53,10 @@ def digit(number: int) -> Image.Image:
 
 
 def predicted(run: Path, *words: object) -> list[dict]:
-    """Predict, and return the lines of the JSONL file."""
-    output = run.parent / "found.jsonl"
+    """Predict, and return the images of the CSV file."""
+    output = run.parent / "found.csv"
     assert cli.main(["predict", str(run), *map(str, words), "--output", str(output)]) in (0, 1)
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    return helpers.classes_in(output)
 
 
 def probabilities(line: dict) -> dict[str, float]:
@@ -145,7 +145,7 @@ def test_a_row_for_each_image_that_is_given(alone: Path, tmp_path: Path) -> None
     lines = predicted(alone, *given, "--top-k", 3)
     assert [line["image"] for line in lines] == list(map(str, given))
     assert [len(line["predictions"]) for line in lines] == [3, 0, 3, 3, 0, 3]
-    assert [line.get("error") for line in lines[:3]] == [None, "the file is empty", None]
+    assert [line["error"] for line in lines[:3]] == ["", "the file is empty", ""]
 
     output = tmp_path / "found.csv"
     assert cli.main(["predict", str(alone), *map(str, given[:3]), "--top-k", "1", "--output", str(output)]) == 1
@@ -224,7 +224,8 @@ def test_preprocessing_is_that_of_evaluation(tmp_path: Path, data: Data, augment
             seen.append(inputs.clone())
             return torch.zeros(len(inputs), len(splits.classes))
 
-    list(classify_files(Recorder(), Preprocessing(info, augment), info, paths, top_k=1))
+    run = LoadedRun(tmp_path, config, info, Recorder(), tmp_path, Preprocessing(info, augment))
+    list(run.classify(paths, top_k=1))
     order = EvaluationSampler(len(source), len(source))
     feed = create_input_pipeline(config, splits, source, order, accelerator, training=False, size=size)
     (batch,) = feed.batches
