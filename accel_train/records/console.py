@@ -50,32 +50,26 @@ class Console:
         """Show an event."""
         match event:
             case UpdateDone():
-                self.advance(event.update)
+                self.pace.update = event.update
             case Logged():
-                self.show_training(event.update, event.epoch, event.metrics)
+                self.show_training(event)
             case Evaluated():
-                self.show_evaluation(event.name, event.epoch, event.metrics, event.seconds)
+                self.show_evaluation(event)
             case Said():
-                self.say(*event.lines)
+                for line in event.lines:
+                    LOGGER.info(line)
             case Warned():
-                self.warn(event.text)
+                LOGGER.warning(event.text)
             case Skipped():
-                self.warn(f"update {event.update} is not finite: {event.reason}; it is skipped")
+                LOGGER.warning(f"update {event.update} is not finite: {event.reason}; it is skipped")
             case Ended():
-                self.finish(event.title, event.shown, event.commands)
+                self.finish(event)
         return ()
 
-    def advance(self, update: int) -> None:
-        """Store that `update` updates of the run are done."""
-        self.pace.update = update
-
-    def show_training(self, update: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Show the training's metrics, and its "images_per_second", "lr" and "data_wait_fraction" (0 to 1).
-
-        `epoch` counts from 1.
-        """
-        position = f"{self.epoch_text(epoch)}  update {format_progress(update, self.pace.total_updates)}"
-        shown = line_of(self.training_metrics(values))
+    def show_training(self, event: Logged) -> None:
+        """Show the training's metrics, and its speed."""
+        position = f"{self.epoch_text(event.epoch)}  update {format_progress(event.update, self.pace.total_updates)}"
+        shown = line_of(self.training_metrics(event.metrics))
         LOGGER.info(f"{position}  {shown}  eta {clock(self.pace.eta_seconds)}")
 
     def training_metrics(self, values: Mapping[str, float]) -> dict[str, str]:
@@ -87,33 +81,21 @@ class Console:
             "data wait": f"{values['data_wait_fraction']:.0%}",
         }
 
-    def show_evaluation(self, split: str, epoch: int, values: Mapping[str, float], seconds: float) -> None:
-        """Show the metrics of an evaluation at the end of `epoch`, which counts from 1."""
+    def show_evaluation(self, event: Evaluated) -> None:
+        """Show the metrics of an evaluation."""
         # As wide as "100.00%", or as "0.0123".
         shown = {
             name: f"{value:>{7 if value.endswith('%') else 6}}"
-            for name, value in headlines(values, self.metrics).items()
+            for name, value in headlines(event.metrics, self.metrics).items()
         }
-        self.say(f"{self.epoch_text(epoch)}  {split:<5}  {line_of(shown)}  ({seconds:.1f} s)")
+        LOGGER.info(f"{self.epoch_text(event.epoch)}  {event.name:<5}  {line_of(shown)}  ({event.seconds:.1f} s)")
 
-    def say(self, *lines: str) -> None:
-        """Print lines."""
-        for line in lines:
+    def finish(self, event: Ended) -> None:
+        """Show how the run has ended, and command lines to copy."""
+        names = max(map(len, [*event.shown, *event.commands]), default=0)
+        lines = (*event.shown.items(), *event.commands.items())
+        for line in (event.title, *(f"  {name:<{names}}  {value}" for name, value in lines)):
             LOGGER.info(line)
-
-    def warn(self, text: str) -> None:
-        """Print a warning."""
-        LOGGER.warning(text)
-
-    def finish(self, title: str, shown: Mapping[str, str], commands: Mapping[str, str]) -> None:
-        """Print how the run has ended.
-
-        `shown`: values by name (the test accuracy, the run's folder, …). `commands`: command lines by what they do,
-        to be copied.
-        """
-        names = max(map(len, [*shown, *commands]), default=0)
-        lines = (*shown.items(), *commands.items())
-        self.say(title, *(f"  {name:<{names}}  {value}" for name, value in lines))
 
     def epoch_text(self, epoch: int) -> str:
         """Return "epoch  9/30"."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from rich.columns import Columns
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from accel_train.records.console import Console, clock
+from accel_train.records.events import Ended, Logged
 
 REDRAWS_PER_SECOND = 4
 WIDEST = 100  # characters of the bars, on wider terminals too
@@ -25,7 +25,7 @@ WIDEST = 100  # characters of the bars, on wider terminals too
 class LiveConsole(Console):
     """A display that a separate thread redraws at a fixed rate; it vanishes at the end.
 
-    `advance` only stores a number, so it costs next to nothing. Until the end, rich puts what is printed on stdout and
+    An update only stores a number, so it costs next to nothing. Until the end, rich puts what is printed on stdout and
     stderr above the display, broken between words.
     """
 
@@ -45,14 +45,14 @@ class LiveConsole(Console):
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def show_training(self, update: int, epoch: int, values: Mapping[str, float]) -> None:
+    def show_training(self, event: Logged) -> None:
         """Show the training's metrics in the display."""
-        self._metrics = self.training_metrics(values)
+        self._metrics = self.training_metrics(event.metrics)
 
-    def finish(self, title: str, shown: Mapping[str, str], commands: Mapping[str, str]) -> None:
+    def finish(self, event: Ended) -> None:
         """End the display, and print how the run has ended on the bare terminal: its commands can be copied."""
         self._live.stop()
-        super().finish(title, shown, commands)
+        super().finish(event)
 
     def __rich__(self) -> Group:
         """Return the display as it is now: `Live` draws it at each refresh and under each printed line."""

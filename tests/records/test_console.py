@@ -20,21 +20,22 @@ from fork_server import server
 RUN = """
 import os, sys, time
 from accel_train.errors import print_logged
+from accel_train.records.events import Ended, Evaluated, Logged, Said, UpdateDone, Warned
 from accel_train.run.run import open_console
 from accel_train.task import ONE_LABEL
 print_logged()  # as the command line does
 prints = "silent" not in sys.argv
 with open_console(prints=prints, total_updates=20, updates_per_epoch=10, epochs=2, first_update=2,
                   metrics=ONE_LABEL.metrics) as console:
-    console.say("a [bold]line[/bold]")
+    console.handle(Said(("a [bold]line[/bold]",)))
     for update in range(3, 21):
-        console.advance(update)
+        epoch = (update - 1) // 10 + 1
+        console.handle(UpdateDone(update, epoch, None, update % 5 == 0))
         if update % 5 == 0:
-            epoch = (update - 1) // 10 + 1
-            console.show_training(update, epoch, dict(loss=0.5, accuracy=0.25, lr=1e-3, images_per_second=1234.4,
-                                                      data_wait_fraction=0.031))
+            metrics = dict(loss=0.5, accuracy=0.25, lr=1e-3, images_per_second=1234.4, data_wait_fraction=0.031)
+            console.handle(Logged(update, epoch, 1.0, metrics, None))
             time.sleep(0.3)
-    console.warn("careful")
+    console.handle(Warned("careful"))
     if "fork" in sys.argv:
         if os.fork() == 0:
             # In one piece: the display of the parent is drawn meanwhile.
@@ -43,9 +44,9 @@ with open_console(prints=prints, total_updates=20, updates_per_epoch=10, epochs=
         os.wait()
     if "fail" in sys.argv:
         raise KeyboardInterrupt
-    console.show_evaluation("test", 2, dict(loss=0.25, accuracy=0.9902, top5_accuracy=1.0), seconds=1.23)
-    console.finish("finished", {"test accuracy": "99.02 %", "run": "runs/" + "x" * 70},
-                   {"next": "accel-train predict runs/" + "x" * 70})
+    console.handle(Evaluated("test", 20, 2, dict(loss=0.25, accuracy=0.9902, top5_accuracy=1.0), 9, 1.23))
+    console.handle(Ended(20, "finished", "finished", {"test accuracy": "99.02 %", "run": "runs/" + "x" * 70},
+                         {"next": "accel-train predict runs/" + "x" * 70}))
 """
 
 
@@ -166,14 +167,15 @@ def test_it_is_redrawn_by_time_and_not_by_update() -> None:
 
 NAMES = """
 from accel_train.errors import print_logged
+from accel_train.records.events import Ended, Evaluated, Logged, Said, UpdateDone, Warned
 from accel_train.run.run import open_console
 from accel_train.task import ONE_LABEL
 print_logged()
 name = "cat\\x1b[2J\\x1b]0;owned\\x07\\nforged"
 with open_console(prints=True, total_updates=2, updates_per_epoch=1, epochs=2, metrics=ONE_LABEL.metrics) as console:
-    console.say("said " + name, "an [b]ordinary[/b] line: קטה")
-    console.warn("warned " + name)
-    console.finish("ended " + name, {"run": name}, {"next": "predict " + name})
+    console.handle(Said(("said " + name, "an [b]ordinary[/b] line: קטה")))
+    console.handle(Warned("warned " + name))
+    console.handle(Ended(2, "finished", "ended " + name, {"run": name}, {"next": "predict " + name}))
 """
 
 
@@ -198,6 +200,7 @@ def test_a_forked_worker_does_not_print_through_the_display() -> None:
 
 EPOCHS = """
 from accel_train.errors import print_logged
+from accel_train.records.events import Ended, Evaluated, Logged, Said, UpdateDone, Warned
 from accel_train.run.run import open_console
 from accel_train.task import ONE_LABEL
 print_logged()
@@ -205,13 +208,13 @@ with open_console(prints=True, total_updates=100, updates_per_epoch=10, epochs=1
                   metrics=ONE_LABEL.metrics) as console:
     for epoch in range(1, 11):
         for update in range(epoch * 10 - 9, epoch * 10 + 1):
-            console.advance(update)
+            console.handle(UpdateDone(update, epoch, None, False))
         figures = dict(loss=2.0 / epoch, accuracy=epoch / 10)
-        console.show_training(update, epoch, dict(figures, lr=1e-3, images_per_second=1234.4, data_wait_fraction=0.031))
+        metrics = dict(figures, lr=1e-3, images_per_second=1234.4, data_wait_fraction=0.031)
+        console.handle(Logged(update, epoch, 1.0, metrics, None))
         for split in ("train", "val"):
-            console.show_evaluation(split, epoch, figures, seconds=1.0)
-    console.finish("finished", {"test (ema) accuracy": "99.02 %",
-                                "speed": "1,234 images/s, 12.3 s of training"}, {})
+            console.handle(Evaluated(split, update, epoch, figures, 9, 1.0))
+    console.handle(Ended(100, "finished", "finished", {"speed": "1,234 images/s, 12.3 s of training"}, {}))
 """
 
 
