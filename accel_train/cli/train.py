@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,8 +15,7 @@ from accel_train.config.checks import check_root
 from accel_train.config.declaration import RECIPE_WORD
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
 from accel_train.config.schema import to_yaml
-from accel_train.errors import UnsavedError, UserError, nearest, print_line, writing
-from accel_train.files import atomic_write
+from accel_train.errors import UnsavedError, UserError, nearest, print_line
 from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process, prepare_environment
 from accel_train.launch.process import CODE, start_folder, tell_job_script
 from accel_train.launch.stopping import record_stop_signal, recorded, stop_signals
@@ -103,26 +101,17 @@ class Doctor(CommandOptions):
 
     recipe: Annotated[str, RECIPE_WORD] = "digits"
     """A recipe, as for train."""
-    skip: tuple[str, ...] = ()
-    """Names of checks to leave out."""
-    json: Path | None = None
-    """Write the findings to this file, too."""
-
-    def mistakes(self) -> list[str]:
-        if self.json is not None and self.json.is_dir():
-            return [f"--json: {self.json} is a folder; name a file in it."]
-        return []
 
 
 def doctor(arguments: Sequence[str]) -> int:
     """Run `accel-train doctor`; return the exit code."""
-    options, config = parse_command_of_recipe(Doctor, arguments)
+    _, config = parse_command_of_recipe(Doctor, arguments)
     launch = prepare_environment()
     with importing(config.recipe):
         from accel_train.launch.agreement import end_world
         from accel_train.tools.doctor.doctor import doctor
 
-    diagnosis = doctor(launch, config, skip=options.skip)
+    diagnosis = doctor(launch, config)
     end_world()
     if launch.rank == 0:
         found = diagnosis.findings
@@ -132,10 +121,6 @@ def doctor(arguments: Sequence[str]) -> int:
             if finding.status in ("WARN", "FAIL"):
                 print_line(f"{finding.status} {name}: {finding.advice}")
         print_line(_summary(found, diagnosis.seconds))
-        if options.json is not None:
-            checks = [{"name": name, **asdict(finding)} for name, finding in found.items()]
-            with writing("--json", options.json):
-                atomic_write(options.json, json.dumps({"checks": checks}, indent=2) + "\n")
     return int(bool(diagnosis.failed))
 
 

@@ -520,13 +520,11 @@ def test_cuda_graphs_and_accumulation_are_refused(gpu: Pretended, tmp_path: Path
 @pytest.mark.slow
 def test_doctor(gpu: Pretended, tmp_path: Path) -> None:
     """All checks; what the device does not say is not called good."""
-    file = tmp_path / "found.json"
-    skip = ("--skip", "room", "input")  # speed and room of this host are not the question
-    succeeded(gpu("doctor", *skip, "--json", file, "--output-dir", tmp_path / "run"))
-    checks = {each["name"]: each for each in json.loads(file.read_text())["checks"]}
-    assert checks["gpu-health"]["measured"].startswith("8.0 of 16.0 GiB of cuda:0 are used by other programs")
-    found = {name: check["status"] for name, check in checks.items()}
-    assert {found[name] for name in ("matmul", "update", "save")} == {"PASS"}
+    done = gpu("doctor", "--output-dir", tmp_path / "run")
+    succeeded(done)
+    found = {line.split()[1]: line for line in done.output.splitlines() if line.startswith(("PASS", "WARN ", "n/a"))}
+    assert "8.0 of 16.0 GiB of cuda:0 are used by other programs" in done.output
+    assert all(found[name].startswith("PASS") for name in ("matmul", "update", "save"))
 
 
 @pytest.mark.slow

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 
 from accel_train.config.schema import Config
-from accel_train.errors import UserError, nearest, raise_mistakes
+from accel_train.errors import UserError
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import is_out_of_memory, training_advice
@@ -109,12 +109,11 @@ class Diagnosis:
         return [name for name, finding in self.findings.items() if finding.status == FAIL]
 
 
-def doctor(launch: Launch, config: Config, *, skip: Collection[str] = ()) -> Diagnosis:
-    """Make all checks but those in `skip`. Collective. Raises UserError if the processes cannot connect."""
+def doctor(launch: Launch, config: Config) -> Diagnosis:
+    """Make all checks. Collective. Raises UserError if the processes cannot connect."""
     began = time.monotonic()
-    raise_mistakes(f"--skip: no check is named {name!r}.{nearest(name, CHECKS)}" for name in skip if name not in CHECKS)
     exam = Examination(config, launch, connect(config, launch))
-    found = {name: _examined(exam, check) for name, check in CHECKS.items() if name not in skip}
+    found = {name: _examined(exam, check) for name, check in CHECKS.items()}
     return Diagnosis(found, time.monotonic() - began)
 
 
