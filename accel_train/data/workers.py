@@ -1,7 +1,7 @@
 """What the worker processes that load images do; worker_processes.py starts and ends them.
 
-What a worker receives is pickled. Tensors are passed as shared memory, one copy for all; `SharedArray` does so
-with arrays. A user's Dataset, which may keep any number of tensors, is packed first (sources/user.py).
+What a worker receives is pickled. Tensors are passed as shared memory, one copy for all. A user's Dataset, which may
+keep any number of tensors, is packed first (sources/user.py).
 """
 
 from __future__ import annotations

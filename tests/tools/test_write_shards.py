@@ -470,7 +470,7 @@ class TestReadingPixels:
         data = replace(pixels, root=Path(shutil.copytree(pixels.root, tmp_path / "altered")))
         source = unwrap_subset(load_splits(data, 0).train)[0]
         assert isinstance(source, TarImages)
-        tar, offset, _ = map(int, source.positions.array[7])
+        tar, offset, _ = source.positions[7].tolist()
         source.fetch([6])
         with (data.root / source.tars[tar]).open("r+b") as file:
             file.seek(offset + 100)
@@ -512,7 +512,7 @@ class TestReadingPixels:
         data = replace(pixels, root=Path(shutil.copytree(pixels.root, tmp_path / "cut")))
         source = unwrap_subset(load_splits(data, 0).train)[0]
         assert isinstance(source, TarImages)
-        tar, offset, _ = map(int, source.positions.array[7])
+        tar, offset, _ = source.positions[7].tolist()
         for size, message in (
             (offset + 10, "ends before"),
             (offset - 300, "ends before"),

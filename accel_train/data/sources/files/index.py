@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 
@@ -156,59 +155,36 @@ def _settled(root: Path, places: Sequence[str], began: float) -> bool:
     return newest < began - SETTLED_SECONDS
 
 
-# Arrays that a process shares with its data workers, so that a million names or positions are in memory once.
-
-
-class SharedArray:
-    """An array in memory that a process shares with its data workers, without a copy for each.
-
-    It is pickled as a tensor, which torch passes to workers as shared memory.
-    """
-
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        """`array` must be writable, as torch requires, but is never changed."""
-        self.array = array
-        self._tensor: torch.Tensor | None = None
-
-    def __getstate__(self) -> Any:
-        if self._tensor is None:  # kept for all workers: the first pickling moves it to shared memory
-            self._tensor = torch.from_numpy(self.array)
-        return self._tensor
-
-    def __setstate__(self, tensor: Any) -> None:
-        self.array, self._tensor = tensor.numpy(), tensor
-
-
 class StringArray:
-    """Many strings in two shared arrays. A list of a million strings would be copied into each worker."""
+    """Many strings in two tensors, which a process shares with its data workers: a list of a million strings would be
+    copied into each."""
 
     def __init__(self, names: Sequence[str]) -> None:
         encoded = [name.encode(errors="surrogateescape") for name in names]
-        self._text = SharedArray(np.frombuffer(bytearray(b"".join(encoded)), dtype=np.uint8))
-        self._ends = SharedArray(np.cumsum([len(name) for name in encoded], dtype=np.int64))
+        self.text = torch.from_numpy(np.frombuffer(bytearray(b"".join(encoded)), dtype=np.uint8))
+        """uint8: all strings, one after the other."""
+        self.ends = torch.tensor([len(name) for name in encoded], dtype=torch.int64).cumsum(0)
+        """int64 [n]: where each string ends in `text`."""
+        self._arrays: tuple[Any, Any] | None = None  # the same for NumPy, which finds an item three times as fast
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._arrays = None  # pickling moves the tensors to shared memory, and such a view would stay behind
+        return self.__dict__
 
     @classmethod
-    def of(cls, text: SharedArray, ends: SharedArray) -> StringArray:
-        """The strings in `text` (uint8), each of which ends where `ends` (int64) says."""
+    def of(cls, text: torch.Tensor, ends: torch.Tensor) -> StringArray:
+        """The strings in `text`, each of which ends where `ends` says."""
         strings = cls([])
-        strings._text, strings._ends = text, ends
+        strings.text, strings.ends = text, ends
         return strings
-
-    @property
-    def text(self) -> npt.NDArray[np.uint8]:
-        """All strings, one after the other, as bytes."""
-        return self._text.array
-
-    @property
-    def ends(self) -> npt.NDArray[np.int64]:
-        """Where each string ends in `text`."""
-        return self._ends.array
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def __getitem__(self, id: int) -> str:
-        text, ends = self.text, self.ends
+        if self._arrays is None:
+            self._arrays = self.text.numpy(), self.ends.numpy()
+        text, ends = self._arrays
         start = ends[id - 1] if id else 0
         return text[start : ends[id]].tobytes().decode(errors="surrogateescape")
 
@@ -228,7 +204,7 @@ class SplitFiles:
     """Relative to the data's root, or to the tar file."""
     labels: torch.Tensor
     """int64 [n], or bool [n, classes]."""
-    positions: SharedArray | None = None
+    positions: torch.Tensor | None = None
     """int64 [n, 3] of images in tar files: the tar file's number, the offset and the size in bytes."""
 
 
@@ -257,11 +233,11 @@ class Index:
 def read_index(file: Path, root: Path) -> Index | None:
     """The index of the data in `root` that `file` has; None if it is absent, damaged or of another version."""
     try:
-        header, arrays = _arrays(file)
+        header, tensors = _tensors(file)
         about = parse_json(header["index"])
-        if about["version"] != VERSION or _checksum(header["index"], arrays) != header["checksum"]:
+        if about["version"] != VERSION or _checksum(header["index"], tensors) != header["checksum"]:
             return None
-        splits = {split: _split(arrays, split) for split in about["splits"]}
+        splits = {split: _split(tensors, split) for split in about["splits"]}
         _check(about, splits)
         return Index(
             places=tuple(about["states"]),
@@ -280,19 +256,19 @@ def read_index(file: Path, root: Path) -> Index | None:
         return None
 
 
-def _arrays(file: Path) -> tuple[dict[str, str], dict[str, SharedArray]]:
-    """The metadata and the arrays of a safetensors file, which may be damaged."""
+def _tensors(file: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """The metadata and the tensors of a safetensors file, which may be damaged."""
     from safetensors.torch import load
 
     content = read_regular_file(file, LARGEST, follow=True)
     header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return header["__metadata__"], {name: SharedArray(tensor.numpy()) for name, tensor in load(content).items()}
+    return header["__metadata__"], load(content)
 
 
-def _checksum(about: str, arrays: Mapping[str, SharedArray]) -> str:
+def _checksum(about: str, tensors: Mapping[str, torch.Tensor]) -> str:
     total = zlib.crc32(about.encode())
-    for name in sorted(arrays):
-        array = arrays[name].array
+    for name in sorted(tensors):
+        array = tensors[name].numpy()
         total = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), total)
         total = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, total)
     return str(total)
@@ -309,34 +285,37 @@ def _check(about: Mapping[str, Any], splits: Mapping[str, SplitFiles]) -> None:
     if not all(isinstance(word, str) for word in words) or "train" not in splits:
         raise ValueError("its description is of another kind")
     for files in splits.values():
-        labels, positions, count = files.labels.numpy(), files.positions, len(files.labels)
-        fits = labels.dtype == np.int64 and labels.shape == (count,) and _is_within(labels, len(about["classes"]))
-        fits |= labels.dtype == np.bool_ and labels.shape == (count, len(about["classes"]))
-        fits &= files.names.text.dtype == np.uint8 and files.names.ends.shape == (count,)
-        fits &= files.names.ends.dtype == np.int64 and _is_within(files.names.ends, files.names.text.size + 1)
+        labels, positions, count = files.labels, files.positions, len(files.labels)
+        fits = labels.dtype == torch.int64 and labels.shape == (count,) and _is_within(labels, len(about["classes"]))
+        fits |= labels.dtype == torch.bool and labels.shape == (count, len(about["classes"]))
+        fits &= files.names.text.dtype == torch.uint8 and files.names.ends.shape == (count,)
+        fits &= files.names.ends.dtype == torch.int64 and _is_within(files.names.ends, files.names.text.numel() + 1)
         if positions is not None:
-            places = positions.array
-            fits &= places.dtype == np.int64 and places.shape == (count, 3)
-            fits &= bool(fits) and _is_within(places[:, 0], len(about["tars"]))
+            fits &= positions.dtype == torch.int64 and positions.shape == (count, 3)
+            fits &= bool(fits) and _is_within(positions[:, 0], len(about["tars"]))
         if not fits:
             raise ValueError("its arrays do not fit to each other")
 
 
-def _is_within(values: np.ndarray[Any, Any], most: int) -> bool:
-    return not values.size or bool(values.min() >= 0 and values.max() < most)
+def _is_within(values: torch.Tensor, most: int) -> bool:
+    return not values.numel() or bool(values.min() >= 0 and values.max() < most)
 
 
-def _split(arrays: Mapping[str, SharedArray], split: str) -> SplitFiles:
-    names = StringArray.of(arrays[f"{split}.text"], arrays[f"{split}.ends"])
-    labels = torch.from_numpy(arrays[f"{split}.labels"].array)
-    return SplitFiles(names, labels, arrays.get(f"{split}.positions"))
+def _split(tensors: Mapping[str, torch.Tensor], split: str) -> SplitFiles:
+    names = StringArray.of(tensors[f"{split}.text"], tensors[f"{split}.ends"])
+    return SplitFiles(names, tensors[f"{split}.labels"], tensors.get(f"{split}.positions"))
 
 
 def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping[str, str]) -> None:
     """Write the index into the first of `files` that can be written: all of it, or nothing."""
     from safetensors.torch import save_file
 
-    tensors = dict(_tensors(index))
+    tensors: dict[str, torch.Tensor] = {}
+    for split, files_of_split in index.splits.items():
+        names = files_of_split.names
+        tensors |= {f"{split}.text": names.text, f"{split}.ends": names.ends, f"{split}.labels": files_of_split.labels}
+        if files_of_split.positions is not None:
+            tensors[f"{split}.positions"] = files_of_split.positions
     about = {
         "version": VERSION,
         "root": str(root),
@@ -349,7 +328,7 @@ def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping
         "mistake": index.mistake,
     }
     text = json.dumps(about)
-    checksum = _checksum(text, {name: SharedArray(tensor.numpy()) for name, tensor in tensors.items()})
+    checksum = _checksum(text, tensors)
     for file in files:
         with contextlib.suppress(OSError, SafetensorError):  # a read-only folder, or a full disk
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -358,12 +337,3 @@ def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping
                 set_default_permissions(temporary)
                 fsync(temporary)
             return
-
-
-def _tensors(index: Index) -> Iterator[tuple[str, torch.Tensor]]:
-    for split, files in index.splits.items():
-        yield f"{split}.text", torch.from_numpy(files.names.text)
-        yield f"{split}.ends", torch.from_numpy(files.names.ends)
-        yield f"{split}.labels", files.labels
-        if files.positions is not None:
-            yield f"{split}.positions", torch.from_numpy(files.positions.array)

@@ -71,10 +71,10 @@ class TarImages(EncodedImages):
     @property
     def shard_numbers(self) -> torch.Tensor:
         """int64 [n], the tar file of each image; the images of one follow each other."""
-        return torch.from_numpy(self.positions.array[:, 0])
+        return self.positions[:, 0]
 
     def read(self, id: int) -> bytes:
-        tar, offset, size = map(int, self.positions.array[id])
+        tar, offset, size = self.positions.numpy()[id].tolist()
         with open_to_read(self.folder / self.tars[tar], buffering=0) as file:
             file.seek(offset - tarfile.BLOCKSIZE)
             content = file.read(tarfile.BLOCKSIZE + size)
@@ -99,7 +99,7 @@ class TarImages(EncodedImages):
         When it is read first, its place and its checksum are verified. Raises OSError, and ValueError for an empty tar
         file.
         """
-        tar, offset, size = self.positions.array[id].tolist()
+        tar, offset, size = self.positions.numpy()[id].tolist()
         if tar not in self._maps:
             if len(self._maps) == MOST_MAPPED:
                 del self._maps[next(iter(self._maps))]  # images in it keep it
@@ -120,7 +120,7 @@ class TarImages(EncodedImages):
         return image
 
     def name(self, id: int) -> str:
-        tar = self.tars[int(self.positions.array[id, 0])]
+        tar = self.tars[int(self.positions[id, 0])]
         return "/".join(part for part in (str(self.root), tar, self.names[id]) if part)
 
 

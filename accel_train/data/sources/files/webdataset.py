@@ -12,14 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import ignored_text, is_image
 from accel_train.data.sources.files.index import (
     Index,
-    SharedArray,
     SplitFiles,
     StringArray,
     indexed,
@@ -89,7 +87,7 @@ def _look(root: Path) -> Index:
         split: SplitFiles(
             StringArray([member.name for member, _ in found]),
             _tensor([label for _, label in found], len(classes), several=several),
-            SharedArray(np.array([(number[m.tar], m.offset, m.size) for m, _ in found], dtype=np.int64).reshape(-1, 3)),
+            torch.tensor([(number[m.tar], m.offset, m.size) for m, _ in found], dtype=torch.int64).view(-1, 3),
         )
         for split, found in pairs.items()
     }
