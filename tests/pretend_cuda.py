@@ -35,6 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE, CPU = torch.device("cuda", 0), torch.device("cpu")
+FREE_BYTES = "PRETENDED_FREE_BYTES"
+"""The variable with the free memory of the device; default: 8 GiB."""
 PROGRAM = str(Path(__file__).parent.parent / "accel_train") + os.sep
 
 # Operations whose result has a size that only the device knows, or which is a number of Python's: the host waits.
@@ -486,7 +488,7 @@ def install() -> None:
         "get_rng_state": lambda *_: torch.get_rng_state(),  # the device draws from the host's generator
         "set_rng_state": lambda *_: None,
         "manual_seed_all": lambda _: None,
-        "mem_get_info": lambda *_: (8 << 30, 16 << 30),
+        "mem_get_info": lambda *_: (int(os.environ.get(FREE_BYTES, 8 << 30)), 16 << 30),
         "get_device_name": lambda *_: properties.name,
         "get_device_capability": lambda *_: (9, 0),
         "get_device_properties": lambda *_: properties,

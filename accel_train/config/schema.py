@@ -113,10 +113,6 @@ class Data:
         Path | None, Free("it leaves out images that end a run otherwise; all others keep their index")
     ] = None
     """Skip the images in this list, which `accel-train check-data` writes."""
-    placement: Annotated[
-        Literal["auto", "device", "host", "disk"], Free("where the pixels are kept, not their values")
-    ] = "auto"
-    """Where images are kept: device memory, host memory or disk; auto: the fastest with enough room."""
     stage: Annotated[Path | None, Free("where the files are copied to, not what is in them")] = None
     """wds, hfds/parquet: copy the files of data.root, a URL or a slow path, to this folder on a disk of the node
     before the training, and keep them; default for a URL: the job's local directory, else ~/.cache/accel_train."""

@@ -169,14 +169,14 @@ def create_input_pipeline(
 
     `size` and `memory_format` are of the model's input.
     Collective: the processes agree on where to keep the images. Raises UserError if the settings of `config.augment` do
-    not fit the images or the input, or if the images cannot be kept where `config.data.placement` says.
+    not fit the images or the input.
     """
     augment = config.augment if training else config.augment.in_evaluation(size)
     _check_images(augment, splits, source, size, training=training)
     mean, std = resolve_mean_std(config, splits)
     device = accelerator.device
     per_image = transforms_each_image(has_one_size(source), augment, training=training)
-    place, size_bytes = choose_place(config.data, source, accelerator, per_image=per_image)
+    place, size_bytes = choose_place(source, accelerator, per_image=per_image)
     transform = BatchTransform(
         augment,
         size=size,

@@ -14,12 +14,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from accel_train.config.schema import Data
 from accel_train.data.order.samplers import IndexSampler
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.transforms.parameters import AugmentParameters
-from accel_train.errors import UserError, counted
+from accel_train.errors import counted
 
 DEVICE_SHARE = 4  # a split may take 1/4 of the free device memory: the model needs the rest
 HOST_SHARE = 2  # and 1/2 of the host's free memory, which all its processes share
@@ -49,58 +48,24 @@ class Placement:
         return f"{size}{where}, {workers}{prefetch}, {counted(threads, 'thread')}"
 
 
-def choose_place(data: Data, source: Source, accelerator: Accelerator, *, per_image: bool) -> tuple[Place, int | None]:
-    """(place of the pixels of `source`, their size in bytes), the same on every process. Collective.
+def choose_place(source: Source, accelerator: Accelerator, *, per_image: bool) -> tuple[Place, int | None]:
+    """(the fastest place with room for the pixels of `source`, their size in bytes), the same on every process.
+    Collective.
 
-    `per_image`: workers transform each image separately before it becomes part of a batch. Raises UserError if the
-    place that --data.placement names is not possible.
+    `per_image`: workers transform each image separately before it becomes part of a batch.
     """
-    requested, device = data.placement, accelerator.device
     if not source.in_memory:
-        return _choose_for_encoded(data, source, accelerator)
+        return "disk", None
     needed = len(source) * torch.as_tensor(source.fetch([0])[0]).nbytes
     if per_image:
-        if requested == "device":
-            raise UserError(
-                "--data.placement device: crop=resized, policies and what turns images transform each image separately "
-                "on the host; use host or auto, or turn them off."
-            )
         return "host" if _in_ram(source) else "disk", needed
-    if requested == "disk":
-        return "disk", needed
-    free, processes_here = free_device_bytes(device), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    fits_here = {
-        "device": needed <= (free if requested == "device" else free // DEVICE_SHARE),
+    device, processes_here = accelerator.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    fits_here: dict[Place, bool] = {
+        "device": device.type != "cpu" and needed <= free_device_bytes(device) // DEVICE_SHARE,
         "host": _in_ram(source) or needed <= free_host_bytes() // HOST_SHARE // processes_here,
     }
-    fits = {place: all_agree(accelerator, fit) for place, fit in fits_here.items()}
-    if device.type != "cpu" and requested != "host":
-        if fits["device"]:
-            return "device", needed
-        if requested == "device":
-            raise UserError(
-                f"--data.placement device: the images take {_size(needed)}, but a device has only {_size(free)} free; "
-                "use host or auto."
-            )
-    if requested == "host" and not fits["host"]:
-        raise UserError(
-            f"--data.placement host: the images take {_size(needed)} in each process, more than half of the free "
-            "memory; use disk."
-        )
-    return "host" if fits["host"] else "disk", needed
-
-
-def _choose_for_encoded(data: Data, source: Source, accelerator: Accelerator) -> tuple[Place, int | None]:
-    """As `choose_place`, for images that are decoded one by one."""
-    from accel_train.data.sources.user import UserDataset
-
-    held, _ = unwrap_subset(source)
-    if data.placement in ("device", "host"):
-        advice = "the images are files of different sizes: use auto"
-        if isinstance(held, UserDataset):
-            advice = "the images come from your own Dataset, item by item: use auto"
-        raise UserError(f"--data.placement {data.placement}: {advice}.")
-    return "disk", None
+    fits = [place for place, fit in fits_here.items() if all_agree(accelerator, fit)]
+    return fits[0] if fits else "disk", needed
 
 
 def _in_ram(source: Source) -> bool:

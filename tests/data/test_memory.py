@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data import memory
+from accel_train.data import loading, memory
 from accel_train.data.loading import InputPipeline, create_input_pipeline
 from accel_train.data.memory import MemoryLoader, choose_place
 from accel_train.data.order.plan import Plan
@@ -18,7 +18,6 @@ from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits, subset
-from accel_train.errors import UserError
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 
@@ -70,8 +69,12 @@ PART = dataclasses.replace(SPLITS, train=subset(ARRAYS, (torch.arange(157) % 3 !
     ids=["turned", "mixed", "flipped", "resized", "evaluation", "a part of a set"],
 )  # fmt: skip
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_host_memory_gives_the_batches_of_the_loader(settings: dict[str, Any], layout: str) -> None:
-    expected = seen(feed_of(**settings, data=Data(placement="disk")))
+def test_host_memory_gives_the_batches_of_the_loader(
+    settings: dict[str, Any], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "choose_place", lambda *_, **__: ("disk", None))
+        expected = seen(feed_of(**settings))
     feed = feed_of(**settings, layout=layout)
     assert isinstance(feed.loader, MemoryLoader) and feed.placement.place == "host"
     found = seen(feed)
@@ -103,10 +106,12 @@ def test_each_process_takes_its_slice_from_any_update_on(layout: str) -> None:
     same(batches(0, 1, 4), whole[8:])
 
 
-def test_synthetic_images_are_laid_out_or_made_when_asked_for() -> None:
+def test_synthetic_images_are_laid_out_or_made_when_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     data = Data(name="synthetic", train_limit=157)
     splits = load_splits(data, 0, size=12)
-    found, expected = (feed_of(splits, data=dataclasses.replace(data, placement=place)) for place in ("auto", "disk"))
+    found = feed_of(splits)
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 0)
+    expected = feed_of(splits)
     assert isinstance(found.loader, MemoryLoader) and not isinstance(expected.loader, MemoryLoader)
     assert found.placement.bytes == 157 * 3 * 144
     same(seen(found), seen(expected))
@@ -118,7 +123,6 @@ class TestPlacement:
     @staticmethod
     def place(
         monkeypatch: pytest.MonkeyPatch,
-        asked: str,
         device: str,
         free: int = 10**9,
         host: int = 10**9,
@@ -128,35 +132,27 @@ class TestPlacement:
         monkeypatch.setattr(memory, "free_host_bytes", lambda: host)
         accelerator = SimpleNamespace(device=torch.device(device), num_processes=1)
         settings = {"per_image": False, "source": ARRAYS, **options}
-        return choose_place(Data(placement=asked), accelerator=accelerator, **settings)[0]  # type: ignore[arg-type]
+        return choose_place(accelerator=accelerator, **settings)[0]  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
-        ("asked", "device", "free", "found"),
+        ("device", "free", "found"),
         [
-            ("auto", "cpu", 0, "host"),
-            ("auto", "cuda", 4 * PIXELS.numel(), "device"),
-            ("auto", "cuda", 4 * PIXELS.numel() - 1, "host"),
-            ("auto", "xpu", 10**9, "device"),
-            ("device", "cuda", PIXELS.numel(), "device"),
-            ("device", "cpu", 0, "host"),
-            ("host", "cuda", 10**9, "host"),
-            ("disk", "cuda", 10**9, "disk"),
+            ("cpu", 0, "host"),
+            ("cuda", 4 * PIXELS.numel(), "device"),
+            ("cuda", 4 * PIXELS.numel() - 1, "host"),
+            ("xpu", 10**9, "device"),
         ],
     )
-    def test_where(self, monkeypatch: pytest.MonkeyPatch, asked: str, device: str, free: int, found: str) -> None:
-        assert self.place(monkeypatch, asked, device, free) == found
+    def test_where(self, monkeypatch: pytest.MonkeyPatch, device: str, free: int, found: str) -> None:
+        assert self.place(monkeypatch, device, free) == found
 
     def test_what_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(UserError, match=r"--data\.placement device: the images take 0\.1 MB.*use host or auto"):
-            self.place(monkeypatch, "device", "cuda", PIXELS.numel() - 1)
         source = load_splits(Data(name="synthetic"), 0).train
         needed = 2048 * 3 * 32 * 32
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
         fits: dict[str, Any] = {"source": source}
-        assert self.place(monkeypatch, "auto", "cpu", host=6 * needed, **fits) == "host"
-        assert self.place(monkeypatch, "auto", "cpu", host=6 * needed - 6, **fits) == "disk"
-        with pytest.raises(UserError, match=r"--data\.placement host: the images take 6\.3 MB in each process"):
-            self.place(monkeypatch, "host", "cpu", host=6 * needed - 6, **fits)
+        assert self.place(monkeypatch, "cpu", host=6 * needed, **fits) == "host"
+        assert self.place(monkeypatch, "cpu", host=6 * needed - 6, **fits) == "disk"
 
     def test_one_process_without_room_decides_for_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("free_device_bytes", "free_host_bytes"):
@@ -171,9 +167,7 @@ class TestPlacement:
         assert not memory.all_agree(accelerator, False)  # type: ignore[arg-type]
 
     def test_a_policy_needs_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.place(monkeypatch, "auto", "cuda", per_image=True) == "host"
-        with pytest.raises(UserError, match="each image separately"):
-            self.place(monkeypatch, "device", "cuda", per_image=True)
+        assert self.place(monkeypatch, "cuda", per_image=True) == "host"
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from PIL import Image
 
 from accel_train.cli import main
 from accel_train.config.schema import Augment
+from accel_train.data import memory
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.exact_sum import ExactGradients
 from accel_train.keyed import hashed
@@ -118,7 +119,7 @@ def test_too_large_a_micro_batch_names_a_smaller_one(tmp_path: Path, capsys: pyt
     """On a device that is made small."""
     words = ["digits", "--data.name", "synthetic", "--model.image-size", "224", "--model.name", "resnet50"]
     words += ["--data.train-limit", "2048", "--data.test-limit", "64", "--batch-size", "1024", "--epochs", "1"]
-    words += ["--augment.crop", "center", "--augment.pad", "0", "--data.placement", "host", "--optim.name", "adamw"]
+    words += ["--augment.crop", "center", "--augment.pad", "0", "--optim.name", "adamw"]
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((8 << 30) / total)
     try:
@@ -199,7 +200,9 @@ def test_the_host_never_waits_for_the_device_between_two_lines(
         torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(Stopwatch, "timed", guard)
-    words = ["--batch-size", "16", "--epochs", "1", "--log-every-updates", "1000", "--data.placement", placement]
+    if placement == "host":
+        monkeypatch.setattr(memory, "free_device_bytes", lambda device: 0)
+    words = ["--batch-size", "16", "--epochs", "1", "--log-every-updates", "1000"]
     try:
         assert main(["train", *AUGMENTED, *words, "--output-dir", str(tmp_path / "run")]) == 0
     finally:

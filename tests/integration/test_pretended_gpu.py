@@ -30,7 +30,7 @@ import helpers
 import pytest
 import torch
 from PIL import Image
-from pretend_cuda import Done, Pretended
+from pretend_cuda import FREE_BYTES, Done, Pretended
 from safetensors.torch import load_file
 from test_recipes_run import small
 
@@ -52,6 +52,10 @@ ALL_AT_ONCE = """
 --augment.crop random --augment.pad 1 --augment.flip 0.5 --augment.erase 0.5 --augment.mixup 0.2 --augment.cutmix 1
 --optim.clip 1 --ema.enabled true
 """.split()  # noqa: SIM905
+
+
+FREE = [pytest.param({}, id="device"), pytest.param({FREE_BYTES: "0"}, id="host")]
+"""Where the images of a small set are kept, by the free memory of the device."""
 
 
 @pytest.fixture(scope="module")
@@ -158,11 +162,9 @@ def test_copies_on_a_stream_of_their_own_are_waited_for_by_the_device_alone() ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["device", "host", "disk"])
-def test_a_set_in_memory_with_every_augmentation(gpu: Pretended, tmp_path: Path, placement: str) -> None:
-    done = succeeded(
-        gpu("train", "digits", *SMALL, *ALL_AT_ONCE, "--data.placement", placement, "--output-dir", tmp_path / "run")
-    )
+@pytest.mark.parametrize("free", FREE)
+def test_a_set_in_memory_with_every_augmentation(gpu: Pretended, tmp_path: Path, free: dict[str, str]) -> None:
+    done = succeeded(gpu("train", "digits", *SMALL, *ALL_AT_ONCE, "--output-dir", tmp_path / "run", **free))
     assert quiet_updates(done) == [READ_LATER] * 3
 
 
@@ -177,10 +179,9 @@ def launched(done: Done) -> dict[str, int]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("placement", ["device", "host", "disk"])
-def test_kernels_of_an_update_of_digits(gpu: Pretended, tmp_path: Path, placement: str) -> None:
-    words = ("digits", *SMALL, "--data.placement", placement, "--output-dir", tmp_path / "run")
-    kernels = launched(succeeded(gpu("train", *words)))
+@pytest.mark.parametrize("free", FREE)
+def test_kernels_of_an_update_of_digits(gpu: Pretended, tmp_path: Path, free: dict[str, str]) -> None:
+    kernels = launched(succeeded(gpu("train", "digits", *SMALL, "--output-dir", tmp_path / "run", **free)))
     assert "keyed.py" not in kernels and "parameters.py" not in kernels  # all is drawn on the host
     assert kernels["batch.py"] <= 6
     assert kernels["nonfinite.py"] <= 2
@@ -247,12 +248,12 @@ def test_kernels_with_triton(tmp_path: Path, words: str, layers: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["device", "disk"])
-def test_kernels_of_an_update_with_two_dropout_layers(gpu: Pretended, tmp_path: Path, placement: str) -> None:
+@pytest.mark.parametrize("free", FREE)
+def test_kernels_of_an_update_with_two_dropout_layers(gpu: Pretended, tmp_path: Path, free: dict[str, str]) -> None:
     """Their masks are computed together, from keys that the host has hashed and sends without waiting."""
     images = "--data.name synthetic --data.channels 1 --model.image-size 28 --data.train-limit 384 --data.test-limit 4"
-    words = ("mnist_cnn", *images.split(), "--epochs", 1, "--log-every-updates", 6, "--data.placement", placement)
-    done = succeeded(gpu("train", *words, "--output-dir", tmp_path / "run"))
+    words = ("mnist_cnn", *images.split(), "--epochs", 1, "--log-every-updates", 6)
+    done = succeeded(gpu("train", *words, "--output-dir", tmp_path / "run", **free))
     assert not [line for waits in quiet_updates(done) for line in waits if not line.startswith("nonfinite.py")]
     kernels = launched(done)
     assert kernels["keyed.py"] + kernels["dropout.py"] <= 19
@@ -358,12 +359,12 @@ def test_a_gpus_way_to_augment_gives_the_bits_of_the_cpus(stride: int) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("free", FREE)
 def test_the_weights_are_those_of_the_cpu(
-    gpu: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+    gpu: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: dict[str, str]
 ) -> None:
     words = ("digits", *SMALL, *ALL_AT_ONCE)
-    succeeded(gpu("train", *words, "--data.placement", placement, "--output-dir", tmp_path / "gpu"))
+    succeeded(gpu("train", *words, "--output-dir", tmp_path / "gpu", **free))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert main(["train", *map(str, words), "--output-dir", str(tmp_path / "cpu")]) == 0
     helpers.forget_accelerate()

@@ -39,7 +39,7 @@ def assert_interrupted(run: helpers.Started) -> None:
 
 @pytest.mark.ci
 def test_signal_to_every_process_of_a_job_with_data_workers(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, "--data.placement", "disk", "--data.workers", 2) as run:
+    with started(tmp_path / "run", *LONG, "--augment.train-interpolation", "random", "--data.workers", 2) as run:
         run.until_trained(5)
         family = helpers._family(run.popen.pid)
         assert len(family) >= 3  # the trainer and its workers
@@ -60,7 +60,7 @@ def test_a_terminal_that_closes(tmp_path: Path, processes: int) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL if processes == 1 else signal.SIG_IGN)
         fcntl.ioctl(its, termios.TIOCSCTTY, 0)
 
-    words = (*LONG, "--output-dir", tmp_path / "run", "--data.placement", "disk", "--data.workers", 1)
+    words = (*LONG, "--output-dir", tmp_path / "run", "--augment.train-interpolation", "random", "--data.workers", 1)
     popen = subprocess.Popen(
         helpers.command(*words, processes=processes), env=helpers.environment(),
         stdin=its, stdout=its, stderr=its, start_new_session=True, preexec_fn=take_terminal,

@@ -42,7 +42,7 @@ def stop_workers(trainer: int) -> None:
 
 @pytest.mark.slow
 def test_process_that_waits_for_data_is_named_and_all_stacks_are_written(tmp_path: Path) -> None:
-    words = (*LONG, "--data.placement", "disk", "--data.workers", 1, "--hang-timeout-seconds", 4)
+    words = (*LONG, "--augment.train-interpolation", "random", "--data.workers", 1, "--hang-timeout-seconds", 4)
     with started(tmp_path / "run", *words, processes=2, FRESH_WORKERS="1") as run:
         run.until_trained(5)
         stop_workers(run.pids()[1])
@@ -57,7 +57,7 @@ def test_process_that_waits_for_data_is_named_and_all_stacks_are_written(tmp_pat
 
 @pytest.mark.slow
 def test_single_process_that_hangs(tmp_path: Path) -> None:
-    words = (*LONG, "--data.placement", "disk", "--data.workers", 1, "--hang-timeout-seconds", 4)
+    words = (*LONG, "--augment.train-interpolation", "random", "--data.workers", 1, "--hang-timeout-seconds", 4)
     with started(tmp_path / "run", *words, FRESH_WORKERS="1") as run:
         run.until_trained(5)
         stop_workers(run.popen.pid)
@@ -70,7 +70,7 @@ def test_single_process_that_hangs(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_job_that_was_suspended_for_long_goes_on(tmp_path: Path, processes: int) -> None:
-    words = ("--hang-timeout-seconds", 4, "--data.placement", "disk", "--data.workers", 1)
+    words = ("--hang-timeout-seconds", 4, "--augment.train-interpolation", "random", "--data.workers", 1)
     with started(tmp_path / "run", *LONG, *words, processes=processes, fresh=True) as run:
         run.until_trained(5)
         family = helpers._family(run.popen.pid)

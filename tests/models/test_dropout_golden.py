@@ -142,7 +142,6 @@ RUNS = {
     "": "2743d0a3bdc65979",
     "--virtual-batch-size 4 --bitwise true": "ef88efa2a6d51cba",
     "--data.sampler balanced": "508cf74abe5b0c23",
-    "--data.sampler balanced --data.placement disk --data.workers 0": "508cf74abe5b0c23",
 }
 
 

@@ -22,10 +22,8 @@ import torch
 from PIL import Image
 
 from accel_train.cli.data import shards as shards_command
-from accel_train.config.schema import Augment, Config, Data
+from accel_train.config.schema import Augment, Data
 from accel_train.config.url import Url
-from accel_train.data.loading import create_input_pipeline
-from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.files import index, tars
 from accel_train.data.sources.files.folder import FileImages
 from accel_train.data.sources.files.tars import RawImage, TarImages
@@ -33,8 +31,6 @@ from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source, Splits, unwrap_subset
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UserError
-from accel_train.launch.accelerator import create_accelerator
-from accel_train.launch.environment import Launch
 from accel_train.tools.audit import check_data
 from accel_train.tools.shards import ShardsResult, ShardWriter, write_shards
 from accel_train.user_code.reference import GIVEN, provided
@@ -457,14 +453,6 @@ class TestReadingPixels:
         images = source.fetch(range(100))  # views of what is not mapped for others any more
         assert len(source._maps) == 2
         assert all(map(torch.equal, images, (source.fetch([id])[0] for id in range(100))))
-
-    def test_a_place_in_memory_cannot_be_chosen(self, pixels: Data) -> None:
-        config = Config(data=replace(pixels, placement="device"))
-        splits, order = load_splits(config.data, 0), EvaluationSampler(100, 50)
-        with pytest.raises(UserError, match=r"--data\.placement device: the images are files of different sizes"):
-            create_input_pipeline(
-                config, splits, splits.train, order, create_accelerator(Launch()), training=False, size=24
-            )
 
     def test_an_altered_image_is_named(self, pixels: Data, tmp_path: Path) -> None:
         data = replace(pixels, root=Path(shutil.copytree(pixels.root, tmp_path / "altered")))
