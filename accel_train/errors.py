@@ -150,7 +150,7 @@ def is_terminal(stream: TextIO) -> bool:
 def print_line(text: str, stream: TextIO | None = None) -> None:
     """Print one line to `stream` (default: stdout).
 
-    All that is printed goes through here, but for a table and the display of a run. Whatever names the text contains,
+    All that is printed goes through here, but for the display of a run. Whatever names the text contains,
     it is one line, and no command to the terminal: see `one_line`. A closed pipe or a full disk does not raise an
     error.
     """
