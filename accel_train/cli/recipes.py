@@ -159,7 +159,7 @@ def bench(arguments: Sequence[str]) -> int:
         from accel_train.launch.agreement import end_world
         from accel_train.tools.bench import bench
 
-    results = bench(launch, config, output.parent, rounds=options.rounds, updates=options.updates).results
+    results = bench(launch, config, output.parent, rounds=options.rounds, updates=options.updates)
     end_world()
     if launch.rank == 0:
         print_results(results)
@@ -170,7 +170,7 @@ def bench(arguments: Sequence[str]) -> int:
 
 
 def print_results(results: dict[str, Any]) -> None:
-    """Print the tables. `results`: those of a `BenchResult`."""
+    """Print the tables. `results`: those of `bench`."""
     names, ratios = {"limit": "limit (bare loop)", "input": "input alone"}, results["ratios"]
     rows = []
     for key, rate in results["images_per_second"].items():

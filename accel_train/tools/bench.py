@@ -215,14 +215,6 @@ TEST_IMAGES = 256  # of the evaluations at the ends of the trainer's epochs, whi
 
 
 @dataclass(frozen=True)
-class BenchResult:
-    """What was measured, the same on all processes."""
-
-    results: dict[str, Any]
-    """As `accel-train bench` writes them to a file."""
-
-
-@dataclass(frozen=True)
 class Round:
     """The measurements of one round. Rates are images a second, of all processes together."""
 
@@ -250,8 +242,10 @@ class Round:
         return {**parts, "rest": max(0.0, 1 - sum(parts.values()))}
 
 
-def bench(launch: Launch, config: Config, place: Path, *, rounds: int = 5, updates: int | None = None) -> BenchResult:
-    """Measure the training of the recipe `config`. Collective.
+def bench(
+    launch: Launch, config: Config, place: Path, *, rounds: int = 5, updates: int | None = None
+) -> dict[str, Any]:
+    """Measure the training of the recipe `config`; return what `accel-train bench` writes. Collective.
 
     `place`: the folder in which the runs are kept while they are needed. `updates`: of each measurement; None: as many
     as the bare loop does in 5 seconds. Raises UserError if the data is missing, nothing can be written in `place`, or
@@ -292,7 +286,7 @@ def bench(launch: Launch, config: Config, place: Path, *, rounds: int = 5, updat
         **summary(measured, plan.batch_size),
         "environment": environment(launch.world_size, [str(accelerator.device)]),
     }
-    return BenchResult(broadcast_from_main(accelerator, lambda: results))
+    return broadcast_from_main(accelerator, lambda: results)
 
 
 def summary(rounds: list[Round], batch_size: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from accelerate import Accelerator
+from scipy.special import expit, log_expit, logsumexp, softmax
 from torch import Tensor, nn
 
 from accel_train.checkpoint.reading import RunWeights, weights_of_run
@@ -73,7 +74,7 @@ def added_metrics(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> 
         "accuracy_interval": accuracy_interval(int((predicted == labels).sum()), len(labels)),
         "balanced_accuracy": float(np.mean([metrics["class_recall"][label] for label in np.unique(labels)])),
         **metrics,
-        "calibration_error": calibration_error(softmax(logits), labels),
+        "calibration_error": calibration_error(softmax(logits.astype(np.float64), axis=1), labels),
     }
 
 
@@ -114,14 +115,6 @@ def interval_text(interval: Sequence[float] | None) -> str:
     return "" if interval is None else f"{100 * interval[0]:.1f} … {interval[1]:.1%}"
 
 
-def softmax(logits: npt.NDArray[np.float32]) -> Floats:
-    """Probabilities float64 [n, classes]."""
-    from scipy.special import softmax as scipy_softmax
-
-    probabilities: Floats = scipy_softmax(logits.astype(np.float64), axis=1)
-    return probabilities
-
-
 def calibration_error(probabilities: Floats, labels: npt.NDArray[np.int64]) -> float:
     """The expected calibration error: the mean over the images of |accuracy - mean probability| of their bin.
 
@@ -141,8 +134,6 @@ def worst_images(
     """The WORST wrong images with the highest loss: "id" and "name" in the `source`, and what is "said" of it and
     "true", the predicted and the true classes with their probabilities, as text. For `logits` and `labels` see
     `added_metrics`."""
-    from scipy.special import expit, log_expit, logsumexp
-
     one_label, every = labels.ndim == 1, np.arange(len(labels))
     if one_label:
         losses, is_right = logsumexp(logits, axis=1) - logits[every, labels], logits.argmax(1) == labels
@@ -152,7 +143,7 @@ def worst_images(
     wrong = np.flatnonzero(~is_right)
     found = []
     for id in wrong[np.argsort(-losses[wrong], kind="stable")][:WORST].tolist():
-        chances = softmax(logits[id : id + 1])[0] if one_label else expit(logits[id].astype(np.float64))
+        chances = (softmax if one_label else expit)(logits[id].astype(np.float64))
         said = [int(logits[id].argmax())] if one_label else np.flatnonzero(logits[id] >= 0).tolist()
         true = [int(labels[id])] if one_label else np.flatnonzero(labels[id]).tolist()
         named = {
@@ -279,18 +270,19 @@ class EvaluationResult:
 
     def __repr__(self) -> str:
         shown = [f"{name}={value:.4f}" for name, value in self.last.items() if isinstance(value, float)]
-        name = self.name.replace("-", " ", 2)
-        return f"EvaluationResult({name}, {self.last['count']} images, {', '.join(shown[:8])})"
+        return f"EvaluationResult({self.metrics['split']}, {self.last['count']} images, {', '.join(shown[:8])})"
 
     @property
     def last(self) -> dict[str, Any]:
         """The metrics of the EMA if the run has one, else of the model."""
         return dict(self.metrics.get("ema") or self.metrics["model"])
 
-    def write(self, outputs: Sequence[Path], predictions: Path | None) -> list[Path]:
-        """Write the metrics as JSON, and the predictions. Warns of the files that cannot be written; returns them."""
+    def keep(self, run: Path, predictions: Path | None = None) -> list[Path]:
+        """Write the metrics to the run's evaluation-SPLIT.json, and to a file of its evaluations/ that stays; and the
+        predictions. Warns of the files that cannot be written, and returns them."""
         text = json.dumps(self.metrics) + "\n"
-        writers: dict[Path, Callable[[Path], None]] = {path: lambda path: atomic_write(path, text) for path in outputs}
+        files = [self.file(run), run / "evaluations" / f"{self.metrics['split']}-{datetime.now():%Y%m%d-%H%M%S}.json"]
+        writers: dict[Path, Callable[[Path], None]] = {path: lambda path: atomic_write(path, text) for path in files}
         if predictions is not None and self.predictions is not None:
             writers[predictions] = self.predictions.save
         failures = []
@@ -303,19 +295,9 @@ class EvaluationResult:
                 failures.append(path)
         return failures
 
-    def keep(self, run: Path, predictions: Path | None = None) -> list[Path]:
-        """Write the metrics to the run's evaluation-SPLIT.json, and to a file of its evaluations/ that stays."""
-        stays = run / "evaluations" / f"{self.name}-{datetime.now():%Y%m%d-%H%M%S}.json"
-        return self.write([self.file(run), stays], predictions)
-
-    @property
-    def name(self) -> str:
-        """The split."""
-        return str(self.metrics["split"])
-
     def file(self, run: Path) -> Path:
         """Where the newest metrics of the run are kept."""
-        return run / f"evaluation-{self.name}.json"
+        return run / f"evaluation-{self.metrics['split']}.json"
 
 
 def evaluate_run(

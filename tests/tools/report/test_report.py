@@ -16,13 +16,13 @@ import helpers
 import numpy as np
 import pytest
 from browser import CHROMIUM, in_browser
+from scipy.special import softmax
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, confusion_matrix, log_loss
 from sklearn.metrics import precision_recall_fscore_support as figures_of_classes
 
 from accel_train import cli
 from accel_train.errors import COMMANDS, one_line
 from accel_train.records.summary import typed_program
-from accel_train.tools.evaluate_run import softmax
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -60,7 +60,7 @@ def test_all_figures_are_those_of_scikit_learn_from_the_predictions(run: Path, p
     macro = figures_of_classes(found.labels, predicted, average="macro", zero_division=0)
     shown = {row[0]: row[-1] for row in rows(section(page, "metrics"))}  # the last column is the EMA's
     assert shown["accuracy"] == f"{accuracy_score(found.labels, predicted):.2%}"
-    assert shown["loss"] == f"{log_loss(found.labels, softmax(found.logits)):.4f}"
+    assert shown["loss"] == f"{log_loss(found.labels, softmax(found.logits.astype(np.float64), axis=1)):.4f}"
     assert shown["balanced accuracy"] == f"{balanced_accuracy_score(found.labels, predicted):.2%}"
     for number, name in enumerate(("macro precision", "macro recall", "macro F1")):
         assert shown[name] == f"{macro[number]:.2%}"
@@ -80,7 +80,7 @@ def test_all_figures_are_those_of_scikit_learn_from_the_predictions(run: Path, p
 
 def test_the_worst_images_are_the_wrong_ones_with_the_highest_loss(run: Path, page: str) -> None:
     found = helpers.read_predictions(run / "predictions.npz")
-    chances = softmax(found.logits)
+    chances = softmax(found.logits.astype(np.float64), axis=1)
     wrong = np.flatnonzero(found.logits.argmax(1) != found.labels)
     worst = wrong[np.argsort(chances[wrong, found.labels[wrong]])][:20]
     captions = re.findall(r"<figcaption>(.*?)</figcaption>", section(page, "worst"), re.DOTALL)
