@@ -240,7 +240,6 @@ def page_of_run(run: RunRecords, evaluation: Row, worst: Sequence[Picture], note
         title=f"{run.config.recipe or run.name}: {run.name}",
         state=state_of(run),
         headline=headline(run, evaluation),
-        facts=facts_of(run),
         charts=[draw(chart) for chart in charts_of_run(run) if not chart.is_empty],
         metrics=metric_table(records, classes, run.metrics),
         record=record,
@@ -266,23 +265,6 @@ def confusion_table(record: Row, classes: Sequence[str]) -> list[Row]:
         {"name": name, "cells": [(count, count / max(1, sum(counts))) for count in counts]}
         for name, counts in zip(classes, confusion, strict=True)
     ]
-
-
-def facts_of(run: RunRecords) -> list[tuple[str, str]]:
-    settings = run.settings
-    trained = run.result.get("train_images")
-    facts = [
-        ("model", str(settings["model.name"])),
-        ("data", f"{settings['data.name']}, {len(run.info.classes)} classes"),
-        ("input", f"{run.info.image_size} x {run.info.image_size} pixels, {run.info.channels} channels"),
-        (
-            "optimizer",
-            f"{settings['optim.name']}, learning rate {settings['optim.lr']:g}, batch {settings['batch-size']}",
-        ),
-        ("epochs", str(settings["epochs"])),
-        ("seed", str(settings["seed"])),
-    ]
-    return facts + ([("training images", f"{trained:,}")] if trained else [])
 
 
 def machine_and_time(run: RunRecords) -> list[tuple[str, str]]:
