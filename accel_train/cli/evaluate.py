@@ -13,7 +13,7 @@ from accel_train.cli.common import WeightsOptions, importing, print_table
 from accel_train.config.declaration import FRACTION, POSITIVE, RUN_WORD, Word, ending
 from accel_train.config.options import given_keys, parse_command
 from accel_train.config.recipe import not_a_run
-from accel_train.errors import UserError, counted, print_line, writing
+from accel_train.errors import UserError, counted, is_terminal, print_line, writing
 from accel_train.files import atomic_replacement, check_writable, fsync
 from accel_train.launch.environment import prepare_environment
 
@@ -153,7 +153,7 @@ def predict(arguments: Sequence[str]) -> int:
         top_k = 1 if output is None else run.info.task.top_k
     found_classes = run.classify(files, top_k, options.threshold, autocast=accelerator.autocast)
     unreadable: list[Path] = []
-    predictions = _telling(_with_progress(found_classes, len(files)), unreadable)
+    predictions = _telling(found_classes, len(files), unreadable)
     if output is None:
         _print(list(predictions))
     else:
@@ -165,26 +165,20 @@ def predict(arguments: Sequence[str]) -> int:
     return 1 if unreadable else 0
 
 
-def _with_progress(predictions: Iterable[Prediction], count: int) -> Iterable[Prediction]:
-    """The same, with a bar on a terminal's stderr if they take more than one batch."""
-    from rich.console import Console
-    from rich.progress import track
-
+def _telling(predictions: Iterable[Prediction], count: int, unreadable: list[Path]) -> Iterator[Prediction]:
+    """Yield the same, with a bar on a terminal if they take more than one batch. Of an image that cannot be read stderr
+    says so, and it is added to `unreadable`."""
     from accel_train.tools.load_run import BATCH_SIZE
+    from accel_train.tools.pool import progress_bar
 
-    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-    if not console.is_terminal or count <= BATCH_SIZE:
-        return predictions
-    return track(predictions, "classifying", count, console=console, transient=True)
-
-
-def _telling(predictions: Iterable[Prediction], unreadable: list[Path]) -> Iterator[Prediction]:
-    """Yield the same. Of an image that cannot be read stderr says so, and it is added to `unreadable`."""
-    for prediction in predictions:
-        if prediction.error:
-            unreadable.append(prediction.image)
-            print_line(f"{prediction.image} cannot be read: {prediction.error}.", sys.stderr)
-        yield prediction
+    shows_progress = is_terminal(sys.stdout) and count > BATCH_SIZE
+    with progress_bar("classifying", count, shows_progress=shows_progress) as advance:
+        for prediction in predictions:
+            if prediction.error:
+                unreadable.append(prediction.image)
+                print_line(f"{prediction.image} cannot be read: {prediction.error}.", sys.stderr)
+            advance(1)
+            yield prediction
 
 
 def _print(predictions: Sequence[Prediction]) -> None:
