@@ -138,19 +138,6 @@ def _compare_by_content(changes: dict[str, str], old: Mapping[str, Any], new: Ma
     return rest
 
 
-def not_allowed(changes: Iterable[str], config: Config, allow: Iterable[str]) -> list[str]:
-    """Return the keys of `changes` that affect what is learned and that no name in `allow` covers.
-
-    Raises UserError if `allow` contains a name that is neither an option nor a group of options.
-    """
-    known = flatten(as_dict(config))
-    allowed = [name.replace("_", "-") for name in allow]
-    for name in allowed:
-        if not any(is_under(key, [name]) for key in known):
-            raise UserError(f"--allow-change: there is no option {name!r}.{nearest(name, known)}")
-    return [key for key in changes if affects_learning(key, config.schedule.name) and not is_under(key, allowed)]
-
-
 def check_changes(
     changes: Mapping[str, str], config: Config, allow: Iterable[str] = (), obstacle: str | None = None
 ) -> None:
@@ -158,9 +145,14 @@ def check_changes(
 
     `allow` names options, or whole groups such as "optim", that may differ although they affect what is learned.
     `obstacle` says why the checkpoint cannot be used even if all changes are allowed: it is an error in any case, and
-    the message then does not propose --allow-change.
+    the message then does not propose --allow-change. So is a name in `allow` that is neither an option nor a group.
     """
-    refused = not_allowed(changes, config, allow)
+    known = flatten(as_dict(config))
+    allowed = [name.replace("_", "-") for name in allow]
+    for name in allowed:
+        if not any(is_under(key, [name]) for key in known):
+            raise UserError(f"--allow-change: there is no option {name!r}.{nearest(name, known)}")
+    refused = [key for key in changes if affects_learning(key, config.schedule.name) and not is_under(key, allowed)]
     if refused:
         listed = "; ".join(f"{key}: {changes[key]}" for key in refused)
         advice = obstacle or (

@@ -21,7 +21,7 @@ from typing import Any
 from accel_train.checkpoint.directory import PACKAGES, versions
 from accel_train.config.schema import Config, to_yaml, value
 from accel_train.errors import UserError, print_line
-from accel_train.files import atomic_write, open_to_write
+from accel_train.files import atomic_write, open_to_write, sha256
 from accel_train.launch.process import MARKER, RUN, job_id, start_folder, tell_job_script
 from accel_train.ownership.lease import Lease, LostError, cannot_be_written, make_directory
 from accel_train.records.model_info import FILE, ModelInfo
@@ -39,7 +39,6 @@ from accel_train.user_code.reference import (
     PREFIXES,
     Reference,
     code_file,
-    file_hash,
     metric_name,
     parse_reference,
     texts_of,
@@ -68,18 +67,13 @@ def code_facts(config: Config) -> dict[str, str]:
     """Return what is equal on processes that have the same code: the hashes of the user's files as one text, and the
     hash of the weights of a model object."""
     used = references(config)
-    hashes = " ".join(f"{option} {digest}" for option, digest in _hashes(used).items())
+    files = {option: code_file(reference) for option, reference in used.items()}
+    hashes = " ".join(f"{option} {sha256(path)}" for option, path in files.items() if path is not None)
     if OBJECT not in {reference.module for reference in used.values()}:
         return {"code": hashes}
     from accel_train.user_code.reference import weights_hash
 
     return {"code": hashes, "the weights of the model (give a function that makes it)": weights_hash()}
-
-
-def _hashes(used: Mapping[str, Reference]) -> dict[str, str]:
-    """The SHA-256 of each file among `references`."""
-    files = {option: code_file(reference) for option, reference in used.items()}
-    return {option: file_hash(path) for option, path in files.items() if path is not None}
 
 
 LAUNCHER = {
@@ -238,8 +232,7 @@ class RunDirectory:
         """
         if self._metrics.waiting:
             self._try("metrics.jsonl", self._metrics.write_waiting)
-        missing = self._metrics.missing + self._metrics.waiting
-        lacks = {"missing_log_lines": missing} if missing else {}
+        lacks = {"missing_log_lines": self._metrics.waiting} if self._metrics.waiting else {}
         text = _json({**values, **self._generation, **lacks}, indent=2) + "\n"
         return self._replace("result.json", text, durable=True)
 
@@ -312,9 +305,6 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (str, int)) else str(value)
 
 
-MOST_WAITING = 20_000  # lines: some 5 MB
-
-
 class MetricsLog:
     """metrics.jsonl: one line of JSON for each record of a run. Lines that cannot be written now are written later.
 
@@ -322,8 +312,6 @@ class MetricsLog:
 
     def __init__(self, path: Path, lease: Lease) -> None:
         self.path, self.lease = path, lease
-        self.missing = 0
-        """Lines that will never be written, because too many others waited."""
         self._waiting: deque[bytes] = deque()
         self._content: bytes | None = None
         """What the file is to hold before the next line, if it could not be replaced yet."""
@@ -335,9 +323,6 @@ class MetricsLog:
 
     def append(self, line: str) -> None:
         """Write a line, after those that wait. If that fails, it waits, too. Raises OSError."""
-        if len(self._waiting) == MOST_WAITING:
-            self._waiting.popleft()
-            self.missing += 1
         self._waiting.append(line.encode())
         self.write_waiting()
 

@@ -27,8 +27,9 @@ from types import ModuleType
 from typing import Any
 
 from accel_train.errors import UserError, nearest, one_line
+from accel_train.files import sha256
 from accel_train.untrusted import is_file_name, parse_json, read_regular_file
-from accel_train.user_code.reference import OBJECT, Reference, code_file, file_hash, listed, load_object, missing
+from accel_train.user_code.reference import OBJECT, Reference, code_file, listed, load_object, missing
 
 FILE, FOLDER = "code.json", "code"
 USED: list[str] = []
@@ -59,7 +60,7 @@ def load(option: str, reference: Reference) -> Callable[..., Any]:
 def load_file(path: Path) -> ModuleType:
     """Import a file once, whatever it is called. Data workers call this too, before they receive its objects."""
     # No package has this name, and it follows from the path and the text.
-    told = f"{path.absolute()} {file_hash(path)}".encode(errors="surrogateescape")
+    told = f"{path.absolute()} {sha256(path)}".encode(errors="surrogateescape")
     name = f"{path.stem}_{hashlib.sha256(told).hexdigest()[:12]}"
     if name not in sys.modules:
         folder, package = import_context(path)
@@ -158,9 +159,9 @@ def keep_code(
         if path is None:  # an object, or a module that is not a file of Python
             now[option] = {"reference": str(reference)}
             continue
-        kept = f"{FOLDER}/{path.stem}-{file_hash(path)[:12]}.py"
+        kept = f"{FOLDER}/{path.stem}-{sha256(path)[:12]}.py"
         write(kept, read_regular_file(path, follow=True))
-        entry = {"reference": str(reference), "kept": kept, "sha256": file_hash(path), "imports": imports(path)}
+        entry = {"reference": str(reference), "kept": kept, "sha256": sha256(path), "imports": imports(path)}
         old, now[option] = before.get(option, entry), entry
         changed = [name for name, digest in _own_modules(entry).items() if _own_modules(old).get(name) != digest]
         if old.get("sha256") != entry["sha256"]:
@@ -194,7 +195,7 @@ def imports(path: Path) -> dict[str, str]:
             beside = path.parent.joinpath(*name.split("."))
             neighbours = (each for each in (beside.with_suffix(".py"), beside / "__init__.py") if each.is_file())
             module = code_file(Reference("", name, "")) or next(neighbours, None)
-            recorded[name] = "not found" if module is None else f"sha256 {file_hash(module)}"
+            recorded[name] = "not found" if module is None else f"sha256 {sha256(module)}"
             files += [module] if module is not None else []
     return recorded
 
@@ -244,7 +245,7 @@ def kept_text(option: str, reference: Reference, run: Path) -> Path:
     path, where = run / FOLDER / name, f"--{option.partition(':')[0]} {reference.short}"
     if reference.module == OBJECT:
         raise UserError(missing(option, reference))
-    if not (is_file_name(name) and path.is_file() and file_hash(path) == entry.get("sha256")):
+    if not (is_file_name(name) and path.is_file() and sha256(path) == entry.get("sha256")):
         raise UserError(
             f"{where}: the run does not have the text of this code, or not the one whose hash {FILE} records; copy "
             f"{FILE} and {FOLDER}/ again from where the model was trained."

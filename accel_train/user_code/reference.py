@@ -198,11 +198,6 @@ def code_file(reference: Reference) -> Path | None:
     return Path(origin) if origin is not None and origin.endswith(".py") else None
 
 
-def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    return hashlib.sha256(read_regular_file(path, follow=True)).hexdigest()
-
-
 def take_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (the settings with the names of the objects in their place, option -> object).
 

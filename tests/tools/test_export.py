@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from accel_train import cli
 from accel_train.config.options import parse
 from accel_train.config.schema import to_yaml
+from accel_train.files import sha256
 from accel_train.models.factory import create_model
 from accel_train.records.model_info import ModelInfo
 from accel_train.tools.load_run import load
-from accel_train.user_code.reference import file_hash
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def own_run(folder: Path, photos: Path, code: Path, function: str) -> Path:
     run = run_of(folder, photos, f"{code}:{function}", 24)
     (run / "code").mkdir()
     shutil.copyfile(code, run / "code" / "own.py")
-    (run / "code.json").write_text(json.dumps({"model.name": {"kept": "code/own.py", "sha256": file_hash(code)}}))
+    (run / "code.json").write_text(json.dumps({"model.name": {"kept": "code/own.py", "sha256": sha256(code)}}))
     info = json.loads((run / "model.json").read_text())
     info |= {"mean": [0.5] * 3, "std": [0.25] * 3}
     (run / "model.json").write_text(json.dumps(info))
