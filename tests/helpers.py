@@ -379,7 +379,7 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
 
 
 def read_predictions(path: Path) -> Any:
-    """What `accel-train evaluate --predictions` has written, as `evaluate_run.Predictions` has it."""
+    """What `accel-train evaluate --predictions` has written."""
     import numpy as np
 
     with np.load(path) as file:

@@ -82,7 +82,7 @@ def test_evaluate_returns_what_the_command_line_prints_and_writes(run: Path) -> 
     written = json.loads(before[run / "evaluation-train.json"])
     assert result.metrics | {"time": written["time"]} == written
     assert result.predictions is not None
-    right = (result.predictions.logits.argmax(1) == result.predictions.labels).mean()
+    right = (result.predictions["logits"].argmax(1) == result.predictions["labels"]).mean()
     assert right == pytest.approx(result.metrics["model"]["accuracy"])
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,39 +225,6 @@ def without_images(record: dict[str, Any], classes: Sequence[str], split: str) -
 
 
 @dataclass(frozen=True)
-class Predictions:
-    """The rows are in the order of the ids, which are 0 … n - 1: a sample's number in its split.
-
-    A .npz file has an array for each field (`about` as JSON text). Without files, there are no paths.
-    """
-
-    ids: npt.NDArray[np.int64]
-    labels: npt.NDArray[Any]
-    """int64 [n], or bool [n, classes] if an image may have several labels."""
-    logits: npt.NDArray[np.float32]
-    """[n, classes]"""
-    paths: list[str] | None
-    """Of the image files; None if the images are not in files of their own."""
-    classes: tuple[str, ...]
-    about: Mapping[str, Any]
-    """Of what: "run", "weights" (the file), "split", "data" and "time"."""
-
-    def save(self, path: Path) -> None:
-        """Write the file atomically. Raises OSError."""
-        arrays: dict[str, Any] = {
-            "ids": self.ids,
-            "labels": self.labels,
-            "logits": self.logits,
-            "classes": np.array(self.classes),
-            "about": np.array(json.dumps(dict(self.about))),
-        }
-        if self.paths is not None:
-            arrays["paths"] = np.array(self.paths)
-        with atomic_replacement(path) as temporary, open_to_write(temporary, "xb") as file:
-            np.savez(file, **arrays)
-
-
-@dataclass(frozen=True)
 class EvaluationResult:
     """What an evaluation has measured."""
 
@@ -265,8 +233,9 @@ class EvaluationResult:
     task: Task
     chosen: tuple[str, ...] = ()
     """The run's --metrics."""
-    predictions: Predictions | None = None
-    """The label and the logits of each sample, if they are kept; on the main process only."""
+    predictions: Mapping[str, npt.NDArray[Any]] | None = None
+    """The arrays of the .npz file (docs/evaluate.md), such as "labels" and "logits" of each sample, if they are kept;
+    on the main process only."""
 
     def __repr__(self) -> str:
         shown = [f"{name}={value:.4f}" for name, value in self.last.items() if isinstance(value, float)]
@@ -284,7 +253,7 @@ class EvaluationResult:
         files = [self.file(run), run / "evaluations" / f"{self.metrics['split']}-{datetime.now():%Y%m%d-%H%M%S}.json"]
         writers: dict[Path, Callable[[Path], None]] = {path: lambda path: atomic_write(path, text) for path in files}
         if predictions is not None and self.predictions is not None:
-            writers[predictions] = self.predictions.save
+            writers[predictions] = partial(_save, self.predictions)
         failures = []
         for path, write in writers.items():
             try:
@@ -359,20 +328,27 @@ def evaluate_run(
         found = {**about, "processes": accelerator.num_processes, "classes": splits.classes, **records}
         return dict(json.loads(json.dumps(found)))  # plain lists and numbers, as a file has them
 
-    kept: Predictions | None = None
+    kept: dict[str, npt.NDArray[Any]] | None = None
     if keep_predictions and accelerator.is_main_process:
-        kept = Predictions(
-            ids=np.arange(len(source)),
-            labels=_array(chosen.labels),
-            logits=_array(chosen.logits),
-            paths=[source.name(id) for id in range(len(source))] if Path(source.name(0)).is_file() else None,
-            classes=splits.classes,
-            about={"run": str(run), "weights": names[last], **about},
-        )
+        kept = {
+            "ids": np.arange(len(source)),
+            "labels": _array(chosen.labels),
+            "logits": _array(chosen.logits),
+            "classes": np.array(splits.classes),
+            "about": np.array(json.dumps({"run": str(run), "weights": names[last], **about})),
+        }
+        if Path(source.name(0)).is_file():
+            kept["paths"] = np.array([source.name(id) for id in range(len(source))])
     found = broadcast_from_main(accelerator, as_json)
     if (warning := chosen.warning(split)) is not None and accelerator.is_main_process:
         LOGGER.warning(warning)
     return EvaluationResult(found, splits.task, config.metrics, kept)
+
+
+def _save(arrays: Mapping[str, Any], path: Path) -> None:
+    """Write a .npz file atomically. Raises OSError."""
+    with atomic_replacement(path) as temporary, open_to_write(temporary, "xb") as file:
+        np.savez(file, **arrays)
 
 
 def _load(config: Config, info: ModelInfo, accelerator: Accelerator, weights: RunWeights | None) -> nn.Module:

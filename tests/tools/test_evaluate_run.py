@@ -21,7 +21,6 @@ from accel_train.config.options import parse
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.records.model_info import read_model_info
-from accel_train.tools.evaluate_run import Predictions
 from accel_train.tools.load_run import load
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -288,17 +287,6 @@ def test_image_files_have_their_paths(tmp_path: Path) -> None:
     assert found.paths is not None and all(Path(path).is_file() for path in found.paths)
     names = [Path(path).parent.name for path in found.paths]
     assert names == [found.classes[label] for label in found.labels]
-
-
-def test_several_labels_are_rows(tmp_path: Path) -> None:
-    rows = np.array([[True, False], [True, True], [False, False]])
-    logits = np.arange(6, dtype=np.float32).reshape(3, 2)
-    written = Predictions(np.arange(3), rows, logits, ["a", "ü", "c"], ("x", "y"), {"split": "test"})
-    written.save(tmp_path / "p.npz")
-    found = helpers.read_predictions(tmp_path / "p.npz")
-    assert found.labels.tolist() == rows.tolist() and found.labels.dtype == np.bool_
-    assert found.logits.tolist() == logits.tolist() and found.paths == ["a", "ü", "c"]
-    assert (found.classes, found.about) == (("x", "y"), {"split": "test"})
 
 
 def test_wrong_names_and_broken_files_are_one_line(
