@@ -9,7 +9,7 @@ follow their tables of metrics. To add top-3 accuracy, add `top_k("top3_accuracy
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -193,16 +193,8 @@ class Task:
         return [metric for metric in means if metric.training_predict is not None]
 
     def evaluation_metrics(self, chosen: Sequence[str]) -> list[Metric]:
-        """All metrics of an evaluation: the task's, and after them those that are `chosen` by --metrics.
-
-        A chosen one is a headline, also if it is one of the former.
-        """
-        names = [metric_name(text) for text in chosen]
-        table = [
-            replace(metric, headline=True, chosen=True) if metric.name in names else metric for metric in self.metrics
-        ]
-        known = {metric.name for metric in table}
-        return [*table, *(Metric(name, ".4f", chosen=True) for name in names if name not in known)]
+        """All metrics of an evaluation: the task's, and after them those that are `chosen` by --metrics."""
+        return [*self.metrics, *(Metric(metric_name(text), ".4f", chosen=True) for text in chosen)]
 
     def training_loss(self, name: str) -> str:
         """What the loss of training is called beside that of evaluation; "" if both are one. `name`: --loss.name."""

@@ -11,7 +11,7 @@ from accel_train.config.recipe import Option
 from accel_train.config.schema import Augment, Config, Data, Model, declared, option_types, value
 from accel_train.config.url import check_protocol, is_url
 from accel_train.errors import UserError
-from accel_train.user_code.reference import CHOSEN_METRICS, metric_name, parse_reference
+from accel_train.user_code.reference import metric_name, parse_reference
 
 
 def out_of_bounds(config: Any) -> dict[str, str]:
@@ -58,8 +58,7 @@ def contradictions(config: Config) -> dict[str, str]:
     if config.loss.label_smoothing and parse_reference("loss.name", config.loss.name) is not None:
         mistakes["loss.label-smoothing"] = "0 with a loss of your own, which smooths the targets itself"
     names = [metric_name(text) for text in config.metrics]
-    users = [metric_name(text) for text in config.metrics if text not in CHOSEN_METRICS]
-    if taken := [name for name in users if name in TAKEN_NAMES or name.startswith("class_")]:
+    if taken := [name for name in names if name in TAKEN_NAMES or name.startswith("class_")]:
         mistakes["metrics"] = f"names that no built-in metric has (rename {', '.join(taken)})"
     elif twice := {name for name in names if names.count(name) > 1}:
         mistakes["metrics"] = f"each name once (rename {', '.join(sorted(twice))})"

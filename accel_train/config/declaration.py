@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accel_train.untrusted import json_object
-from accel_train.user_code.reference import CHOSEN_METRICS, parse_reference
+from accel_train.user_code.reference import parse_reference
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ POLICY = Bound(
 BEST_METRICS = ("accuracy", "loss", "f1", "map")
 """Those of the metrics of task.py that --best-metric may name without --metrics. That file needs torch."""
 TAKEN_NAMES = {
-    *BEST_METRICS, *CHOSEN_METRICS, "balanced_accuracy", "precision", "recall", "calibration_error",
+    *BEST_METRICS, "top5_accuracy", "balanced_accuracy", "precision", "recall", "calibration_error",
     "accuracy_interval", "confusion", "worst", "kind", "time", "generation", "epoch", "update", "split", "weights",
     "count", "seconds", "images", "lr", "images_per_second", "data_wait_fraction",
 }  # fmt: skip

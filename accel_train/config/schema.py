@@ -403,7 +403,7 @@ class Config:
     """Validation metric for the best checkpoint, early stopping and plateau: accuracy, loss, f1, map (of images with
     several labels), or the name of one of --metrics; default: accuracy or map."""
     metrics: Annotated[tuple[str, ...], Free("only what is measured")] = ()
-    """More metrics of each evaluation: top5_accuracy, or your own, FILE.py:NAME (docs/own.md)."""
+    """More metrics of each evaluation, your own: FILE.py:NAME (docs/own.md)."""
     log_every_updates: Annotated[int, POSITIVE, Free("only what is shown")] = 50
     """Write a line to metrics.jsonl (and to the log, if not on a terminal) every N updates."""
     resume: Annotated[str, ONE_START] = "auto"

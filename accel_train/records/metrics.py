@@ -82,7 +82,7 @@ class Evaluation:
 
 
 def create_own_metrics(texts: Sequence[str], accelerator: Accelerator, splits: Splits) -> OwnMetrics | None:
-    """The metrics `texts` of --metrics; None if they all are in every evaluation. Collective.
+    """The metrics `texts` of --metrics; None if there are none. Collective.
 
     Each metric is tried with made-up logits. Raises UserError if one cannot be used.
     """
@@ -91,8 +91,6 @@ def create_own_metrics(texts: Sequence[str], accelerator: Accelerator, splits: S
         raise UserError(
             f"--metrics {', '.join(sorted(taken))}: a built-in metric has this name; give yours another one."
         )
-    built_in = {metric.name for metric in splits.task.metrics}
-    texts = [text for text in texts if text not in built_in]
     if not texts:
         return None
     metrics: list[OwnMetric] = []

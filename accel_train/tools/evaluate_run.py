@@ -39,7 +39,7 @@ from accel_train.records.metrics import Evaluation, OwnMetrics, create_own_metri
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.task import Metric, Task
 from accel_train.tools.load_run import empty_model, may_download, read_config
-from accel_train.user_code.reference import CHOSEN_METRICS, given_metrics, short_name
+from accel_train.user_code.reference import given_metrics, short_name
 
 Floats = npt.NDArray[np.float64]
 
@@ -372,7 +372,7 @@ def _source(splits: Splits, split: str, config: Config) -> Source:
 
 def _own_metrics(config: Config, splits: Splits, accelerator: Accelerator) -> OwnMetrics | None:
     """The metrics of the run. Of those that its training had as objects, only the ones that are given again."""
-    usable = [text for text in config.metrics if text in (*given_metrics(), *CHOSEN_METRICS) or ":" in text]
+    usable = [text for text in config.metrics if text in given_metrics() or ":" in text]
     if (missing := [text for text in config.metrics if text not in usable]) and accelerator.is_main_process:
         LOGGER.warning(f"metrics that were given as objects of Python are left out here: {', '.join(missing)}.")
     return create_own_metrics(usable, accelerator, splits)

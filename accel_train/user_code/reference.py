@@ -35,8 +35,6 @@ PREFIXES = {
 several."""
 GROUPS = {option.partition(".")[0]: option for option in PREFIXES if option.endswith(".name")}
 """A group of options -> the option in it that may name code: train(model=net) is train(model={"name": net})."""
-CHOSEN_METRICS = ("top5_accuracy",)
-"""The metrics of this package that --metrics may name."""
 
 OBJECT = "<object>"
 """In the place of a module: the code is an object that a Python program has given."""
@@ -113,10 +111,9 @@ def mistakes(option: str, text: str) -> list[str]:
         return [f"{where}: {text!r} is a file. Name the function in it, too: {text}:NAME.{_hint(text)}"]
     reference = parse_reference(option, text)
     if reference is None:
-        if option != "metrics" or text in CHOSEN_METRICS or text in given_metrics():
+        if option != "metrics" or text in given_metrics():
             return []
-        known = nearest(text, CHOSEN_METRICS) or f" There is {', '.join(CHOSEN_METRICS)}."
-        return [f"{where}: {text!r} is not a metric of this package.{known} For your own, write FILE.py:NAME."]
+        return [f"{where}: {text!r} names no function; write FILE.py:NAME. Each evaluation has the built-in metrics."]
     if reference.module == OBJECT:
         return [] if GIVEN.get(option, ("",))[0] == text else [missing(option, reference)]
     path = code_file(reference)

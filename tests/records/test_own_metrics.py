@@ -205,15 +205,15 @@ def test_names_are_checked_before_anything_is_imported(tmp_path: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text(file.read_text())
     for name in ("accuracy", "images", "class_f1"):
-        found = told("--metrics", f"{file}:{name}", "top5_accuracy")
+        found = told("--metrics", f"{file}:{name}")
         assert f"--metrics: expected names that no built-in metric has (rename {name}), found" in found
     assert "expected each name once (rename auc), found" in told("--metrics", f"{file}:auc", f"{other}:auc")
     assert f"--metrics: {file} has no 'acu'. Did you mean 'auc'?" in told("--metrics", f"{file}:acu")
-    assert "'x' is not a metric of this package. There is top5_accuracy. For your own, write" in told("--metrics", "x")
+    assert "--metrics: 'x' names no function; write FILE.py:NAME." in told("--metrics", "x")
     expected = "--best-metric: expected one of accuracy, loss, f1, map"
     assert f"{expected} (others: name them with --metrics, too), found 'auc'" in told("--best-metric", "auc")
-    assert f"{expected} or top5_accuracy, auc of --metrics, found 'acu' (command line)" in told(
-        "--metrics", "top5_accuracy", f"{file}:auc", "--best-metric", "acu"
+    assert f"{expected} or auc of --metrics, found 'acu' (command line)" in told(
+        "--metrics", f"{file}:auc", "--best-metric", "acu"
     )
-    config = parse(["digits", "--metrics", f"{file}:auc", "top5_accuracy", "--best-metric", "auc"])
-    assert config.metrics == (f"{file}:auc", "top5_accuracy")
+    config = parse(["digits", "--metrics", f"{file}:auc", "--best-metric", "auc"])
+    assert config.metrics == (f"{file}:auc",)
