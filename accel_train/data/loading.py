@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from accel_train.config.checks import check_channels, check_resize
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.memory import MemoryLoader, Place, Placement, choose_place
+from accel_train.data.memory import PLACES, MemoryLoader, Place, choose_place
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import (
     EvaluationSampler,
@@ -31,7 +31,7 @@ from accel_train.data.sources.splits import Source, Splits, has_one_size, unwrap
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.parameters import AugmentParameters, resize_default, transforms_each_image
 from accel_train.data.worker_processes import WORKERS, WorkerContext, end_with_trainer, start_server
-from accel_train.errors import UserError
+from accel_train.errors import UserError, counted
 from accel_train.launch.process import core_set, hostname, share_of_cores
 from accel_train.task import Task
 from accel_train.user_code.reference import short_name
@@ -58,7 +58,7 @@ class InputPipeline:
     """Yields this process's slices of the micro-batches, on its device: Accelerate's loader, or a MemoryLoader."""
     transform: BatchTransform
     samples: int  # of the split, over all processes
-    placement: Placement
+    placement: str  # of the pixels, and who loads them, as printed at the start of a run
     side: SideStream | None
     task: Task
 
@@ -176,7 +176,7 @@ def create_input_pipeline(
     mean, std = resolve_mean_std(config, splits)
     device = accelerator.device
     per_image = transforms_each_image(has_one_size(source), augment, training=training)
-    place, size_bytes = choose_place(source, accelerator, per_image=per_image)
+    place = choose_place(source, accelerator, per_image=per_image)
     transform = BatchTransform(
         augment,
         size=size,
@@ -205,10 +205,10 @@ def create_input_pipeline(
             draw_parameters=transform.draw_parameters,
             mean=mean,
         )
-        workers, prefetch = torch_loader.num_workers, torch_loader.prefetch_factor or 0
+        workers = torch_loader.num_workers
         loader = accelerator.prepare_data_loader(torch_loader)
     else:
-        workers = prefetch = 0
+        workers = 0
         loader = MemoryLoader(
             source,
             sampler,
@@ -218,7 +218,7 @@ def create_input_pipeline(
             memory_format=memory_format,
             draw_parameters=transform.draw_parameters,
         )
-    placement = Placement(place, size_bytes, workers, prefetch)
+    placement = f"{PLACES[place]}, {counted(workers, 'worker')}, {counted(torch.get_num_threads(), 'thread')}"
     return InputPipeline(loader, transform, len(source), placement, _side(device, place), splits.task)
 
 

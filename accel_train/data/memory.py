@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,54 +17,33 @@ from accel_train.data.order.samplers import IndexSampler
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.transforms.parameters import AugmentParameters
-from accel_train.errors import counted
 
 DEVICE_SHARE = 4  # a split may take 1/4 of the free device memory: the model needs the rest
 HOST_SHARE = 2  # and 1/2 of the host's free memory, which all its processes share
 
 Place = Literal["device", "host", "disk"]
+"""Where the pixels of a split are kept. disk: fetched image by image, from files or computed by the source."""
+PLACES: dict[Place, str] = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
+"""The places, in words."""
 
 
-@dataclass(frozen=True)
-class Placement:
-    """How the batches of a split are loaded, as printed at the start of a run."""
-
-    place: Place
-    """disk: fetched image by image, from files or computed by the source."""
-    bytes: int | None
-    """Size of all pixels in memory, or of the cache file. None: not known without decoding."""
-    workers: int
-    """Worker processes of each training process."""
-    prefetch: int
-    """Batches that each worker loads ahead."""
-
-    def __str__(self) -> str:
-        where = {"device": "on the device", "host": "in host memory", "disk": "on disk"}[self.place]
-        size = "" if self.bytes is None else f"{_size(self.bytes)} "
-        workers = counted(self.workers, "worker") if self.workers else "no workers"
-        prefetch = f", each {self.prefetch} batches ahead" if self.workers else ""
-        threads = torch.get_num_threads()
-        return f"{size}{where}, {workers}{prefetch}, {counted(threads, 'thread')}"
-
-
-def choose_place(source: Source, accelerator: Accelerator, *, per_image: bool) -> tuple[Place, int | None]:
-    """(the fastest place with room for the pixels of `source`, their size in bytes), the same on every process.
-    Collective.
+def choose_place(source: Source, accelerator: Accelerator, *, per_image: bool) -> Place:
+    """The fastest place with room for the pixels of `source`, the same on every process. Collective.
 
     `per_image`: workers transform each image separately before it becomes part of a batch.
     """
     if not source.in_memory:
-        return "disk", None
-    needed = len(source) * torch.as_tensor(source.fetch([0])[0]).nbytes
+        return "disk"
     if per_image:
-        return "host" if _in_ram(source) else "disk", needed
+        return "host" if _in_ram(source) else "disk"
+    needed = len(source) * torch.as_tensor(source.fetch([0])[0]).nbytes
     device, processes_here = accelerator.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     fits_here: dict[Place, bool] = {
         "device": device.type != "cpu" and needed <= free_device_bytes(device) // DEVICE_SHARE,
         "host": _in_ram(source) or needed <= free_host_bytes() // HOST_SHARE // processes_here,
     }
     fits = [place for place, fit in fits_here.items() if all_agree(accelerator, fit)]
-    return fits[0] if fits else "disk", needed
+    return fits[0] if fits else "disk"
 
 
 def _in_ram(source: Source) -> bool:
@@ -93,10 +71,6 @@ def free_device_bytes(device: torch.device) -> int:
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     module: Any = getattr(torch, device.type)
     return int(module.mem_get_info(device)[0]) if hasattr(module, "mem_get_info") else 0
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 COPY_IMAGES = 1024  # images fetched at a time while a dataset is copied into one tensor

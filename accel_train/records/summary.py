@@ -17,7 +17,6 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import FORMAT, learning_settings
 from accel_train.config.declaration import BEST_METRICS
 from accel_train.config.schema import Config, value
-from accel_train.data.memory import Placement
 from accel_train.data.order.plan import Plan
 from accel_train.data.sources.load import resolve_mean_std
 from accel_train.data.sources.splits import Splits, count_classes, has_one_size
@@ -39,7 +38,7 @@ def describe(
     splits: Splits,
     model: nn.Module,
     size: int,
-    placement: Placement,
+    placement: str,
     loaded: str = "",
 ) -> list[str]:
     """Return the first lines that a run prints: what is trained, where, and how a batch is divided.
@@ -59,7 +58,7 @@ def describe(
         "recipe": f"{config.recipe}, {counted(config.epochs, 'epoch')}{most}",
         "data": f"{data_name}: {images} images of {len(splits.classes)} classes{left_out}",
         "unused": splits.ignored,
-        "input": str(placement),
+        "input": placement,
         "model": f"{model_name} for {size}x{size} pixels, {parameters:,} parameters",
         "weights": loaded,
         "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",

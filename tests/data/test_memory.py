@@ -73,10 +73,10 @@ def test_host_memory_gives_the_batches_of_the_loader(
     settings: dict[str, Any], layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "choose_place", lambda *_, **__: ("disk", None))
+        patch.setattr(loading, "choose_place", lambda *_, **__: "disk")
         expected = seen(feed_of(**settings))
     feed = feed_of(**settings, layout=layout)
-    assert isinstance(feed.loader, MemoryLoader) and feed.placement.place == "host"
+    assert isinstance(feed.loader, MemoryLoader) and feed.placement.startswith("in host memory, 0 workers, ")
     found = seen(feed)
     same(found, expected)
     for batch in found:
@@ -113,7 +113,6 @@ def test_synthetic_images_are_laid_out_or_made_when_there_is_no_room(monkeypatch
     monkeypatch.setattr(memory, "free_host_bytes", lambda: 0)
     expected = feed_of(splits)
     assert isinstance(found.loader, MemoryLoader) and not isinstance(expected.loader, MemoryLoader)
-    assert found.placement.bytes == 157 * 3 * 144
     same(seen(found), seen(expected))
 
 
@@ -132,7 +131,7 @@ class TestPlacement:
         monkeypatch.setattr(memory, "free_host_bytes", lambda: host)
         accelerator = SimpleNamespace(device=torch.device(device), num_processes=1)
         settings = {"per_image": False, "source": ARRAYS, **options}
-        return choose_place(accelerator=accelerator, **settings)[0]  # type: ignore[arg-type]
+        return choose_place(accelerator=accelerator, **settings)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         ("device", "free", "found"),
