@@ -5,6 +5,7 @@
     result = train({"base": "digits", "epochs": 3})        # the options of a recipe, in a dict
     run = load_run(result)                                 # or the folder of any run
     logits = run.model(run.transform(image)[None])         # of the classes run.classes
+    found = run.predict(paths)                             # the most probable classes of image files
     rows = run.rows("eval")                                # for pandas.DataFrame(rows)
 
 Mistakes raise `accel_train.errors.UserError`. Importing this module does not import torch: each function first prepares
@@ -14,7 +15,7 @@ the environment, because torch reads some of its variables.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +31,12 @@ if TYPE_CHECKING:
     from accel_train.run.run import TrainingResult
     from accel_train.tools.audit import AuditResult
     from accel_train.tools.evaluate_run import EvaluationResult
-    from accel_train.tools.export import ExportResult
     from accel_train.tools.find_lr import LearningRates
-    from accel_train.tools.load_run import LoadedRun, Prediction
+    from accel_train.tools.load_run import LoadedRun
     from accel_train.tools.report.preview import PreviewResult
     from accel_train.tools.report.report import ReportResult
 
-__all__ = ["check_data", "evaluate", "export", "find_lr", "load_run", "predict", "preview", "report", "train"]
+__all__ = ["check_data", "evaluate", "export", "find_lr", "load_run", "preview", "report", "train"]
 
 
 def train(
@@ -84,7 +84,7 @@ def train(
 def load_run(
     run: str | os.PathLike[str], *, checkpoint: str | Path | None = None, trust_code: bool = False, model: Any = None
 ) -> LoadedRun:
-    """Return a run's model with its transform, class names and metrics.
+    """Return a run's model with its transform, class names and metrics, and `predict` for image files.
 
     `checkpoint`: "best", "last", or a checkpoint's folder or name, such as "update-00001234"; default: "last", the
     final weights, or the newest checkpoint of a run that has not finished. `trust_code`: execute the model's code that
@@ -123,39 +123,10 @@ def evaluate(
         return evaluate_run(launch, Path(run), split=split, checkpoint=file, overrides=options, **settings)
 
 
-def predict(
-    run: str | os.PathLike[str] | LoadedRun,
-    images: Iterable[str | Path],
-    *,
-    checkpoint: str | Path | None = None,
-    top_k: int | None = None,
-    threshold: float | None = None,
-    trust_code: bool = False,
-) -> list[Prediction]:
-    """Return the most probable classes of image files, the most probable one first, in the order of `images`.
+def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **options: Any) -> Path:
+    """Write a run's model as "timm", "onnx" or "pt2"; return the folder.
 
-    `checkpoint`: as `load_run` has it, if `run` is a path.
-
-    `top_k`: how many; default: 5, or if an image may have several labels, all with a probability of at least
-    `threshold` (default: 0.5), which only such runs take.
-
-    The prediction of a file that cannot be read has no classes, but an `error`.
-    """
-    if isinstance(images, (str, os.PathLike)):
-        raise UserError(f"images: expected a list of paths, found one: give [{os.fspath(images)!r}].")
-    if isinstance(run, (str, os.PathLike)):
-        loaded = load_run(run, checkpoint=checkpoint, trust_code=trust_code)
-    elif checkpoint is None:
-        loaded = run
-    else:
-        raise UserError("checkpoint: the run is loaded already; give it to load_run.")
-    return loaded.predict([Path(image) for image in images], top_k=top_k, threshold=threshold)
-
-
-def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **options: Any) -> ExportResult:
-    """Write a run's model as "timm", "onnx" or "pt2". For `output`, `weights`, … see tools/export.py.
-
-    `model`, `checkpoint`: as `load_run` has them.
+    `model`, `checkpoint`: as `load_run` has them. For `output`, `weights`, … see tools/export.py.
     """
     launch = prepare_environment()
     with _objects_of(run, model=model):

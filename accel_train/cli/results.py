@@ -114,7 +114,7 @@ def export(arguments: Sequence[str]) -> int:
     with importing(str(options.run)):
         from accel_train.tools.export import export
 
-    result = export(
+    folder = export(
         launch,
         options.run,
         options.format,
@@ -123,7 +123,7 @@ def export(arguments: Sequence[str]) -> int:
         weights=options.weights,
         trust_code=options.trust_code,
     )
-    print_line(f"export: {result.folder}")
+    print_line(f"export: {folder}")
     return 0
 
 

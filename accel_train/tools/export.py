@@ -14,7 +14,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,6 @@ LARGEST_DIFFERENCE = 1e-3
 """Of the logits, from equal inputs."""
 
 
-@dataclass(frozen=True)
-class ExportResult:
-    """An export that gives what the run's model gives."""
-
-    folder: Path
-    files: tuple[Path, ...]
-
-
 def export(
     launch: Launch,
     run: Path,
@@ -55,8 +46,9 @@ def export(
     checkpoint: Path | None = None,
     weights: str | None = None,
     trust_code: bool = False,
-) -> ExportResult:
-    """Write the model of the run in the folder `run` as "timm", "onnx" or "pt2", and compare it with the run.
+) -> Path:
+    """Write the model of the run in the folder `run` as "timm", "onnx" or "pt2", compare it with the run, and return
+    the folder of the export.
 
     `output`: a folder; default RUN/export-FORMAT. `checkpoint`: see `find_weights`. `weights`: "model" or "ema";
     default: the EMA if there is one.
@@ -87,7 +79,7 @@ def export(
                 fsync(path)
             fsync(folder)
             folder.rename(output)
-    return ExportResult(shown, tuple(sorted(shown.iterdir())))
+    return shown
 
 
 def _check_free(output: Path) -> None:

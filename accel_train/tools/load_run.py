@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -264,11 +264,18 @@ class LoadedRun:
         return self.preprocessing.to_input(self.preprocessing.resize(image))[0]
 
     def predict(
-        self, images: Sequence[Path], *, top_k: int | None = None, threshold: float | None = None
+        self, images: Iterable[str | Path], *, top_k: int | None = None, threshold: float | None = None
     ) -> list[Prediction]:
-        """The most probable classes of image files: see `api.predict`."""
+        """Return the most probable classes of image files, the most probable one first, in the order of `images`.
+
+        `top_k`: how many; default: 5, or if an image may have several labels, all with a probability of at least
+        `threshold` (default: 0.5), which only such runs take. The prediction of a file that cannot be read has no
+        classes, but an `error`.
+        """
+        if isinstance(images, (str, Path)):
+            raise UserError(f"images: expected a list of paths, found one: give [{str(images)!r}].")
         top_k = self.info.task.top_k if top_k is None else top_k
-        return list(self.classify(list(images), top_k, threshold))
+        return list(self.classify([Path(image) for image in images], top_k, threshold))
 
     def classify(
         self,

@@ -36,7 +36,6 @@ for words in (
 for name, call in (
     ("load_run", lambda: api.load_run(run)),
     ("api.evaluate", lambda: api.evaluate(run)),
-    ("api.predict", lambda: list(api.predict(run, [image]))),
 ):
     try:
         call()

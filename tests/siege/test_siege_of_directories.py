@@ -42,7 +42,7 @@ from accel_train.errors import UserError, one_line
 try:
     run = api.load_run(sys.argv[1])
     run.result, run.classes, [run.rows(kind) for kind in ("train", "eval", "checkpoint", "event")]
-    api.predict(run, sorted(Path(sys.argv[2]).iterdir()))
+    run.predict(sorted(Path(sys.argv[2]).iterdir()))
     api.evaluate(sys.argv[1])
 except UserError as error:
     print(f"accel-train: error: {one_line(error)}", file=sys.stderr)

@@ -13,7 +13,7 @@ import helpers
 import pytest
 
 from accel_train import cli
-from accel_train.api import evaluate, load_run, predict
+from accel_train.api import evaluate, load_run
 from accel_train.checkpoint.directory import choose_checkpoint
 from accel_train.checkpoint.reading import one_of_run
 
@@ -80,7 +80,7 @@ def test_all_that_reads_a_run_reads_one_that_trains(
         assert cli.main(["evaluate", str(live)]) == 0
         assert cli.main(["report", str(live), "--output", str(page)]) == 0
         assert "balanced accuracy" in page.read_text()
-        assert predict(live, [image])[0].classes
+        assert load_run(live).predict([image])[0].classes
         assert cli.main(["predict", str(live), str(image)]) == 0
         assert cli.main(["runs", str(live.parent)]) == 0
     assert "not a complete checkpoint" not in capsys.readouterr().err

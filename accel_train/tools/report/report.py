@@ -9,7 +9,7 @@ import base64
 import contextlib
 import io
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -50,8 +50,6 @@ class ReportResult:
     """A page that was written."""
 
     path: Path
-    metrics: Mapping[str, Any] = field(repr=False)
-    """Of the evaluation that it shows, as RUN/evaluation-SPLIT.json has them; {} if there is none, or several runs."""
     tables: tuple[Table, ...] = field(default=(), repr=False)
     """Of several runs: what `compare_runs` returns."""
     csv: Path | None = None
@@ -92,7 +90,7 @@ def report(
         page = page_of_run(runs[0], evaluation, worst, notes)
     with writing("--output", output):
         atomic_write(output, page)
-    return ReportResult(output, evaluation, notes=tuple(notes))
+    return ReportResult(output, notes=tuple(notes))
 
 
 def _compare(runs: Sequence[RunRecords], output: Path) -> ReportResult:
@@ -102,7 +100,7 @@ def _compare(runs: Sequence[RunRecords], output: Path) -> ReportResult:
     with writing("--output", output):
         atomic_write(output, page)
         atomic_write(output.with_suffix(".csv"), rows)
-    return ReportResult(output, {}, tuple(tables), output.with_suffix(".csv"))
+    return ReportResult(output, tuple(tables), output.with_suffix(".csv"))
 
 
 @contextlib.contextmanager
