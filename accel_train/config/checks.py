@@ -165,13 +165,6 @@ def check_resize(augment: Augment, size: int) -> None:
 # Whether what --data.root names is there. The command line asks this before it imports torch.
 
 
-NAMED = {
-    "wds": "the folder of the shards",
-    "hfds/parquet": "a folder of Parquet files",
-}
-"""What --data.root names, by --data.name."""
-
-
 def check_root(data: Data) -> None:
     """Raise UserError if the data is to be on this machine, and is not where --data.root says."""
     root, kind = data.root, data.name.partition("/")[0]
@@ -196,6 +189,6 @@ def check_root(data: Data) -> None:
     if kind == "csv" and not root.is_file():
         what = "is not a regular file" if root.exists() else "does not exist"
         raise UserError(f"--data.root {root} {what}; name a CSV file.")
-    named = NAMED.get(data.name, NAMED.get(kind))
-    if named is not None and not root.exists():
-        raise UserError(f"--data.root {root} does not exist; name {named}.")
+    if (kind == "wds" or data.name == "hfds/parquet") and not root.exists():
+        files = "shards" if kind == "wds" else "Parquet files"
+        raise UserError(f"--data.root {root} does not exist; name the folder of the {files}.")

@@ -373,7 +373,7 @@ def test_parquet_files_of_a_folder_and_of_a_url(server: StorageServer, tmp_path:
     server.folder = folder / "data"
     braces = "{train-{00000..00005}-of-00006,validation-00000-of-00001}.parquet"
     assert everything(data(f"{server.url}/{braces}", tmp_path, "hfds/parquet")) == local
-    with pytest.raises(UserError, match="name a folder of Parquet files"):
+    with pytest.raises(UserError, match="name the folder of the Parquet files"):
         check_root(Data("hfds/parquet", tmp_path / "nowhere"))
 
 
