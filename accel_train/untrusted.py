@@ -99,7 +99,7 @@ def open_to_read(path: Path, *, buffering: int = -1) -> IO[bytes]:
     return os.fdopen(open_regular_file(path, follow=True), "rb", buffering)
 
 
-def read_text(path: Path, most: int = MAX_JSON_BYTES, *, follow: bool = False) -> str:
+def read_stripped(path: Path, most: int = MAX_JSON_BYTES, *, follow: bool = False) -> str:
     """Return the text of a file, without white space around it; "" if it cannot be read. See `read_regular_file`."""
     try:
         return read_regular_file(path, most, follow=follow).decode(errors="replace").strip()

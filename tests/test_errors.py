@@ -72,7 +72,6 @@ def test_names_of_any_language_stay_as_they_are(name: str) -> None:
 
 OF_ITS_OWN = {
     "errors.py": "print_line itself",
-    "cli/common.py": "cells",
     "cli/help.py": "the script of a shell, of our own words alone",
 }
 

@@ -21,7 +21,7 @@ from accel_train.launch.environment import allocated_hosts
 from accel_train.launch.process import CODE, ENDED, MARKER, NODES, RUN, job_id, start_folder
 from accel_train.tools.cluster.scheduler import SCHEDULERS, Job, Pbs, Slurm
 from accel_train.tools.cluster.submission import Element, elements_of, jobs_to_queue, plan, queue, words_of_element
-from accel_train.untrusted import read_json_object, read_regular_file, read_text
+from accel_train.untrusted import read_json_object, read_regular_file, read_stripped
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class _After:
 
     def decide(self, code: int) -> str:
         """Return the line for the script, and say on stderr what it means."""
-        own, update = read_text(self.start / CODE), read_text(self.start / MARKER)
+        own, update = read_stripped(self.start / CODE), read_stripped(self.start / MARKER)
         code = int(own) if own.isdigit() else code
         if (self.start / ENDED).exists():
             _say(
@@ -199,7 +199,7 @@ class _After:
     @property
     def run(self) -> Path | None:
         """The run that this start has owned, or that it was refused; None if it has not begun."""
-        if owned := read_text(self.start / RUN):
+        if owned := read_stripped(self.start / RUN):
             return Path(owned)
         for before, word in zip(["", *self.words], self.words, strict=False):
             if before == "--output-dir" or word.startswith("--output-dir="):
@@ -212,7 +212,7 @@ class _After:
         if self.run is None:
             return 1
         path = self.run / "slurm" / REQUEUES
-        found = [*read_text(path).split(), update]
+        found = [*read_stripped(path).split(), update]
         try:
             path.parent.mkdir(exist_ok=True)
             with open_to_write(path, "ab") as file:

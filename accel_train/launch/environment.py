@@ -31,7 +31,7 @@ from accel_train.launch.process import (
     parent_process,
     start_time,
 )
-from accel_train.untrusted import read_text
+from accel_train.untrusted import read_stripped
 
 MPI_VARIABLES = (  # rank, world size, local rank, local world size
     ("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
@@ -235,7 +235,7 @@ def allocated_hosts(env: Mapping[str, str]) -> list[str]:
             return subprocess.run(scontrol, capture_output=True, text=True, check=True).stdout.split()
         except (OSError, subprocess.CalledProcessError):  # no scontrol in a container: only the first of n[003-005,9],m
             return [re.sub(r"\[(\d+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])]
-    return list(dict.fromkeys(read_text(Path(env.get("PBS_NODEFILE", "")), follow=True).split()))
+    return list(dict.fromkeys(read_stripped(Path(env.get("PBS_NODEFILE", "")), follow=True).split()))
 
 
 def _threads(launch: Launch, env: Mapping[str, str]) -> int:

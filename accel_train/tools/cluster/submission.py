@@ -32,7 +32,7 @@ from accel_train.errors import UserError, raise_mistakes, writing
 from accel_train.files import atomic_write, open_to_write
 from accel_train.ownership.owner import has_owner, read_result
 from accel_train.tools.cluster.scheduler import WAITING, Pbs, Slurm, ask, states_of
-from accel_train.untrusted import is_file_name, read_json_lines, read_regular_file, read_text
+from accel_train.untrusted import is_file_name, read_json_lines, read_regular_file, read_stripped
 
 RECIPE, LISTS = "recipe.yaml", "jobs"
 JOB = re.compile(r"\d{1,18}(_\d{1,18})?|\d{1,18}(\[\d{0,18}\])?\.[A-Za-z0-9][A-Za-z0-9.-]{0,200}")
@@ -282,7 +282,7 @@ def _read_lists(folder: Path) -> list[tuple[Path, list[str], str]]:
 
 
 def _number(path: Path) -> list[str]:
-    text = read_text(path, 1000)
+    text = read_stripped(path, 1000)
     return [text] if is_job(text) else []
 
 
