@@ -164,8 +164,6 @@ class AuditResult:
     notes: tuple[str, ...]
     """Warnings about how the data is read."""
     unreadable: tuple[Unreadable, ...] = field(repr=False)
-    sizes: dict[str, list[int]]
-    """Smallest, median and largest height and width of the readable images; {} if there is none."""
     json: Path
     """The file with all of this."""
     unreadable_list: Path | None
@@ -203,7 +201,6 @@ class AuditResult:
                 }
                 for each in self.findings
             ],
-            **self.sizes,
         }
 
 
@@ -234,18 +231,10 @@ def check_data(
     check_writable("--json", json_file)
 
     records, unreadable = _look_at_all(images, processes, shows_progress=shows_progress)
-    readable = records[records["readable"] == 1]
-    sizes = {
-        side: [int(number) for number in np.percentile(readable[side], (0, 50, 100), method="nearest")]
-        for side in ("height", "width")
-        if len(readable)
-    }
     findings = tuple(_findings(splits, images, records, unreadable))
     ignored = [f"Not used: {splits.ignored}."] if splits.ignored else []  # HEIC and raw files may be among them
     notes = (*splits.notes, *ignored)
-    result = AuditResult(
-        data.name, data.root, images, findings, mistakes, notes, tuple(unreadable), sizes, json_file, listed
-    )
+    result = AuditResult(data.name, data.root, images, findings, mistakes, notes, tuple(unreadable), json_file, listed)
     if listed is not None:
         with writing("--output", listed):
             write_list(listed, whole, (images.describe(each.id)["name"] for each in unreadable))
@@ -472,11 +461,6 @@ def summary(result: AuditResult) -> Iterator[str]:
         width = max(map(len, images.classes), default=0)
         for number, name in enumerate(images.classes):
             yield f"  {name:<{width}}  " + ", ".join(f"{each[number]:,} {split}" for split, each in counts.items())
-    if result.sizes:
-        sides = (
-            "{} {} to {} (median {})".format(side, *(each[n] for n in (0, 2, 1))) for side, each in result.sizes.items()
-        )
-        yield f"pixels: {', '.join(sides)}"
     for mistake in result.mistakes:
         yield f"error: {mistake}"
     for note in result.notes:
