@@ -142,7 +142,6 @@ def on_this_core(data: Data) -> Inputs:
     augment, cpu = Augment(crop="resized", flip=0.5), torch.device("cpu")
     source = load_splits(data, 0).train
     order = TrainingSampler(Plan(len(source), FILE_BATCH, 1, 1), 0)
-    options: dict[str, Any] = {"training": True, "size": SIZE, "seed": 0, "workers": 0, "device": cpu}
     transform = BatchTransform(
         augment,
         size=SIZE,
@@ -154,7 +153,7 @@ def on_this_core(data: Data) -> Inputs:
         device=cpu,
         memory_format=torch.channels_last,
     )
-    loader = create_loader(source, order, augment, draw_parameters=transform.draw_parameters, **options)
+    loader = create_loader(source, order, transform, seed=0, workers=0, device=cpu)
     return by_accel_train(order, lambda: loader, transform)
 
 

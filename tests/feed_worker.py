@@ -79,10 +79,7 @@ def main() -> None:
             order = EvaluationSampler(len(source), at_once)
             feed = create_input_pipeline(CONFIG, splits, source, order, accelerator, training=False, size=8)
             found["counted"][f"{name}, {at_once}"] = counted(evaluate(accelerator, model, feed))
-            loader = create_loader(
-                source, order, CONFIG.augment, training=False, size=8, seed=3, workers=0,
-                device=accelerator.device,
-            )  # fmt: skip
+            loader = create_loader(source, order, feed.transform, seed=3, workers=0, device=accelerator.device)
             feed = dataclasses.replace(feed, loader=accelerator.prepare_data_loader(loader))
             found["counted"][f"{name}, {at_once}, prepared"] = counted(evaluate(accelerator, model, feed))
     Path(sys.argv[1], f"{launch.rank}.json").write_text(json.dumps(found))

@@ -29,7 +29,7 @@ from accel_train.data.order.samplers import (
 from accel_train.data.sources.load import IN_MEMORY, resolve_mean_std
 from accel_train.data.sources.splits import Source, Splits, has_one_size, unwrap_subset
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.parameters import AugmentParameters, resize_default, transforms_each_image
+from accel_train.data.transforms.parameters import resize_default, transforms_each_image
 from accel_train.data.worker_processes import WORKERS, WorkerContext, end_with_trainer, start_server
 from accel_train.errors import UserError, counted
 from accel_train.launch.process import core_set, hostname, share_of_cores
@@ -195,15 +195,11 @@ def create_input_pipeline(
         torch_loader = create_loader(
             source,
             sampler,
-            augment,
-            training=training,
-            size=size,
+            transform,
             seed=config.seed,
             workers=config.data.workers,
             device=device,
             cores=_cores(accelerator) if config.data.workers is None else 1,
-            draw_parameters=transform.draw_parameters,
-            mean=mean,
         )
         workers = torch_loader.num_workers
         loader = accelerator.prepare_data_loader(torch_loader)
@@ -264,45 +260,40 @@ def _cores(accelerator: Accelerator) -> int:
 def create_loader(
     source: Source,
     sampler: IndexSampler,
-    augment: Augment,
+    transform: BatchTransform,
     *,
-    training: bool,
-    size: int,
     seed: int,
     workers: int | None,
     device: torch.device,
     cores: int = 1,
-    draw_parameters: AugmentParameters | None = None,
-    mean: tuple[float, ...] = (0.0, 0.0, 0.0),
 ) -> DataLoader[dict[str, Tensor]]:
     """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
 
-    `training`: whether images are augmented; `size`: of the model's input, in pixels; `workers`: None chooses none for
-    data in memory, else one for each of this process's `cores` (with a GPU: one less); `draw_parameters`: from the
-    BatchTransform that takes the batches; `mean`: of each channel, 0 to 1.
+    `transform`: takes the batches; `workers`: None chooses none for data in memory, else one for each of this process's
+    `cores` (with a GPU: one less).
     """
     from accel_train.data.sources.user import UserDataset
     from accel_train.data.workers import BatchDataset, no_collate
 
-    per_image = transforms_each_image(has_one_size(source), augment, training=training)
+    augment, training = transform.augment, transform.training
     chooses = workers is None
     if workers is None:
         spare = device.type != "cpu"  # one core for the thread that launches the device's work
-        workers = max(1, cores - spare) if per_image or not source.in_memory else 0
+        workers = max(1, cores - spare) if transform.per_image or not source.in_memory else 0
     if has_one_size(source):  # as BatchTransform does: evaluation and training see images at the same scale
-        augment = dataclasses.replace(augment, resize=augment.resize or size)
+        augment = dataclasses.replace(augment, resize=augment.resize or transform.size)
     held, _ = unwrap_subset(source)
     if workers and isinstance(held, UserDataset) and not (chooses and held.stays_here()):
         held.check_picklable()
     elif isinstance(held, UserDataset):
         workers = 0
-    transform = None
-    if per_image:
+    of_images = None
+    if transform.per_image:
         from accel_train.data.transforms.image import ImageTransform
 
-        transform = ImageTransform(augment, size, training=training, mean=mean)
+        of_images = ImageTransform(augment, transform.size, training=training, mean=transform.mean)
     return DataLoader(
-        BatchDataset(source, transform, seed, draw_parameters),
+        BatchDataset(source, of_images, seed, transform.draw_parameters),
         batch_sampler=sampler,  # type: ignore[arg-type]  # an IndexBatch in place of a list of indices
         collate_fn=no_collate,
         num_workers=workers,

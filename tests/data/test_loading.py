@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from loaders import loader_of
 from PIL import Image
 
 from accel_train.config.schema import Augment, Data
-from accel_train.data.loading import create_loader
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import load_splits
@@ -28,10 +28,8 @@ def splits(tmp_path: Path) -> Splits:
 
 def loader(splits: Splits, *, training: bool, workers: int | None, device: str = "cpu", cores: int = 1):
     order = TrainingSampler(Plan(8, 4, 1, 1), 0) if training else EvaluationSampler(8, 4)
-    return create_loader(
-        splits.train, order, Augment(), training=training, size=16, seed=0, workers=workers,
-        cores=cores, device=torch.device(device),
-    )  # fmt: skip
+    options: dict[str, Any] = {"workers": workers, "cores": cores, "device": torch.device(device)}
+    return loader_of(splits.train, order, Augment(), training=training, size=16, **options)
 
 
 def test_training_keeps_its_workers_and_an_evaluation_ends_its_own(splits: Splits) -> None:

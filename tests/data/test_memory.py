@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,19 +174,19 @@ class TestPlacement:
 def test_an_interpreter_ends_although_a_loader_with_workers_is_still_there() -> None:
     script = (
         "import torch\n"
+        "from loaders import loader_of\n"
         "from accel_train.config.schema import Augment, Data\n"
-        "from accel_train.data.loading import create_loader\n"
         "from accel_train.data.order.plan import Plan\n"
         "from accel_train.data.order.samplers import TrainingSampler\n"
         "from accel_train.data.sources.load import load_splits\n"
         "source = load_splits(Data(), 0).train\n"
         "order = TrainingSampler(Plan(len(source), 32, 1, 1), 0)\n"
-        "loader = create_loader(source, order, Augment(policy='trivialaugment'), training=True, size=8, seed=0,\n"
-        "                       workers=2, device=torch.device('cpu'))\n"
+        "loader = loader_of(source, order, Augment(policy='trivialaugment'), workers=2)\n"
         "batches = iter(loader)\n"
         "next(batches)\n"
         "import builtins; builtins.kept = batches  # outlives this module\n"
         "print('done', flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    command, tests = [sys.executable, "-c", script], Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=tests, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr

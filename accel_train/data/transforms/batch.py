@@ -52,6 +52,7 @@ class BatchTransform:
         self.augment = augment
         self.size = size
         self.num_classes = num_classes
+        self.mean = mean
         self.training = training
         self.per_image = per_image
         self.memory_format = memory_format

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loaders import loader_of
 
 from accel_train.config.schema import Augment, Config
-from accel_train.data.loading import create_loader
 from accel_train.data.order.plan import Plan, divide_batch, epoch_length
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.arrays import Synthetic
@@ -94,8 +94,6 @@ def test_a_workers_batch_has_the_numbers_of_the_copies_on_the_host_too() -> None
     """A worker moves the keys to shared memory: an array that shared theirs would have what is there afterwards."""
     source = Synthetic("train", 0, 96, 3, 8)
     sampler = TrainingSampler(Plan(96, 48, 1, 1), 7, repeats=3, samples=96)
-    loader = create_loader(
-        source, sampler, Augment(), training=True, size=8, seed=7, workers=1, device=torch.device("cpu")
-    )
+    loader = loader_of(source, sampler, Augment(), seed=7, workers=1)
     for batch in loader:
         assert torch.equal(torch.from_numpy(batch["host_ids"]), batch["keys"])

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loaders import loader_of
 
 from accel_train.config.schema import Augment, Data
-from accel_train.data.loading import create_loader
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import load_splits
@@ -200,10 +200,7 @@ def test_random_draws_follow_from_the_sample_not_from_the_worker(tmp_path: Path,
     found = []
     for workers, accumulation in ((0, 1), (0, 4), (2, 2)):
         sampler = TrainingSampler(Plan(32, 16, 1, accumulation, False, 1), 3)
-        loader = create_loader(
-            splits.train, sampler, Augment(policy=policy), training=True, size=8, seed=3, workers=workers,  # type: ignore[arg-type]
-            device=torch.device("cpu"),
-        )  # fmt: skip
+        loader = loader_of(splits.train, sampler, Augment(policy=policy), seed=3, workers=workers)
         batches = list(loader)
         assert all(isinstance(batch, dict) for batch in batches)
         ids, images = (torch.cat([batch[name] for batch in batches]) for name in ("ids", "images"))

@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loaders import loader_of
 from PIL import Image, ImageOps
 from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from accel_train.config.schema import Augment, Data
-from accel_train.data.loading import create_loader
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.files.images import LazyImage, decode
@@ -227,9 +227,7 @@ class TestLoader:
         """Return sample -> pixels, from update `update` of epoch 3."""
         order = TrainingSampler(Plan(len(source), batch_size, 1, 1), 5)
         order.seek(3, update * batch_size)
-        cpu = torch.device("cpu")
-        options: dict[str, Any] = {"size": 8, "seed": 5, "workers": workers, "device": cpu}
-        loader = create_loader(source, order, augment, training=True, **options)
+        loader = loader_of(source, order, augment, seed=5, workers=workers)
         found: dict[int, Any] = {}
         for batch in loader:
             for number, image in zip(batch["ids"].tolist(), batch["images"], strict=True):
@@ -251,9 +249,7 @@ class TestLoader:
     def test_a_worker_that_outlives_an_epoch_follows_it(self) -> None:
         source = load_splits(Data(train_limit=40), 0).train
         order = TrainingSampler(Plan(40, 20, 1, 1), 5)
-        augment, cpu = Augment(policy="trivialaugment"), torch.device("cpu")
-        options: dict[str, Any] = {"size": 8, "seed": 5, "workers": 1, "device": cpu}
-        loader = create_loader(source, order, augment, training=True, **options)
+        loader = loader_of(source, order, Augment(policy="trivialaugment"), seed=5, workers=1)
         epochs = []
         for epoch in (3, 4, 3):
             order.seek(epoch)
