@@ -94,7 +94,10 @@ def write_shards(
     if data.name.partition("/")[0] in OF_FILES and data.root.resolve() in (output.resolve(), *output.resolve().parents):
         raise UserError(f"{output} is in the data's own folder, which would have the shards, too; name one beside it.")
     splits = load_splits(data, seed)
-    _warn(splits)
+    for note in splits.notes:
+        LOGGER.warning(note)
+    if splits.ignored:
+        LOGGER.info(f"Not used: {splits.ignored}.")
     sources = _ordered(splits, None if keep_order or encoding == "raw" else seed)
     keys = _keys(sources.values(), names_root(data))
     worth = WORTH_A_PROCESS if encoding == "copy" else CHUNK
@@ -127,14 +130,6 @@ def write_shards(
         raise UserError(f"{output}: {images:,} images were written, {found:,} are there. Delete it and start again.")
     total = sum(shard.bytes for shard in writer.shards)
     return ShardsResult(output, len(writer.shards), images, total, tuple(_options(splits, output, data, encoding)))
-
-
-def _warn(splits: Splits) -> None:
-    """Warn of what shards do not have."""
-    for note in splits.notes:
-        LOGGER.warning(note)
-    if splits.ignored:
-        LOGGER.info(f"Not used: {splits.ignored}.")
 
 
 def _ordered(splits: Splits, seed: int | None) -> dict[str, Source]:

@@ -21,9 +21,6 @@ from accel_train.data.sources.splits import SPLIT_NAMES, Splits, normal_name
 from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import UserError, first_of
 
-Samples = tuple[list[str], torch.Tensor]
-"""Paths relative to the root, sorted, and the label of each (int64 [n])."""
-
 
 class FileImages(EncodedImages):
     """Image files below a folder."""
@@ -61,8 +58,8 @@ def _look(root: Path) -> Index:
     return Index(
         places=("", *contents.folders),
         classes=classes,
-        splits={split: SplitFiles(StringArray(paths), labels) for split, (paths, labels) in splits.items()},
-        ignored=ignored_text(contents.others, len(contents.images) - sum(len(paths) for paths, _ in splits.values())),
+        splits=splits,
+        ignored=ignored_text(contents.others, len(contents.images) - sum(len(each.names) for each in splits.values())),
         mistake=mistake,
     )
 
@@ -77,7 +74,7 @@ def ignored_text(others: Counter[str], outside: int = 0) -> str:
 
 def arrange(
     images: Iterable[str], folders: Iterable[str], where: str
-) -> tuple[tuple[str, ...], dict[str, Samples], str]:
+) -> tuple[tuple[str, ...], dict[str, SplitFiles], str]:
     """Classes and splits of a tree, and its `Splits.mistake`: classes without a training image.
 
     images, folders: paths relative to the tree's root `where`, with "/". The classes are the sorted folders
@@ -102,7 +99,7 @@ def arrange(
 
     prefixes = {split: top + "/" for split, top in named.items()} or {"train": ""}
     classes: tuple[str, ...] = ()
-    splits: dict[str, Samples] = {}
+    splits: dict[str, SplitFiles] = {}
     for split in sorted(prefixes, key=list(SPLIT_NAMES.values()).index):  # train first: it defines the classes
         prefix = prefixes[split]
         class_folders = {
@@ -116,7 +113,8 @@ def arrange(
                 f"{_difference(class_folders, classes)}."
             )
         splits[split] = _samples(images, prefix, classes)
-    empty = set(range(len(classes))) - set(splits["train"][1].tolist())  # other splits may have classes without images
+    # Other splits may have classes without images.
+    empty = set(range(len(classes))) - set(splits["train"].labels.tolist())
     mistake = ""
     if empty:
         mistake = (
@@ -140,7 +138,7 @@ def _some(names: list[str]) -> str:
     return first_of([repr(name) for name in names], 5)
 
 
-def _samples(images: Iterable[str], prefix: str, classes: tuple[str, ...]) -> Samples:
+def _samples(images: Iterable[str], prefix: str, classes: tuple[str, ...]) -> SplitFiles:
     label_of = {name: label for label, name in enumerate(classes)}
     paths: list[str] = []
     labels: list[int] = []
@@ -150,7 +148,7 @@ def _samples(images: Iterable[str], prefix: str, classes: tuple[str, ...]) -> Sa
             if inside:  # an image next to the class folders has no class
                 paths.append(path)
                 labels.append(label_of[name])
-    return paths, torch.tensor(labels, dtype=torch.int64)
+    return SplitFiles(StringArray(paths), torch.tensor(labels, dtype=torch.int64))
 
 
 # Which image files there are: in a tree of folders, or of those that a table lists.
