@@ -107,9 +107,9 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
 
 
 def counted(number: float, thing: str) -> str:
-    """Return "1 update", "0.5 epochs" or "2 processes"."""
+    """Return "1 update", "0.5 epochs", "2 processes" or "1,563 updates"."""
     plural = f"{thing}es" if thing.endswith("s") else f"{thing}s"
-    return f"{number} {thing if number == 1 else plural}"
+    return f"{number:,} {thing if number == 1 else plural}"
 
 
 @contextlib.contextmanager

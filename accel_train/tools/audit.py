@@ -33,7 +33,7 @@ from accel_train.data.sources.divide import check_own_list, default_list, divide
 from accel_train.data.sources.files.images import EncodedImages
 from accel_train.data.sources.load import read_splits
 from accel_train.data.sources.splits import Source, Splits, count_classes, label_numbers, names_root, unwrap_subset
-from accel_train.errors import UserError, first_of, writing
+from accel_train.errors import UserError, counted, first_of, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.process import available_cores
 from accel_train.tools.pool import in_processes, jobs_of, progress_bar
@@ -410,15 +410,15 @@ def _findings(splits: Splits, images: Images, records: Records, unreadable: Sequ
     if unreadable:
         advice = "Replace them, or leave them out with the list: --data.skip-unreadable."
         ids = tuple((each.id,) for each in unreadable)
-        yield Finding("unreadable", f"{count_text(len(ids))} cannot be read", advice, ids)
+        yield Finding("unreadable", f"{counted(len(ids), 'image')} cannot be read", advice, ids)
     if splits.missing:
         advice = "Copy the files, or remove the rows: the table cannot be trained on."
-        title = count_text(len(splits.missing), "row", "of the table without a file")
+        title = f"{counted(len(splits.missing), 'row')} of the table without a file"
         yield Finding("missing", title, advice, names=splits.missing)
     for split, counts in images.counts.items():
         empty = tuple(name for name, count in zip(images.classes, counts, strict=True) if not count)
         if empty:
-            title = f"{count_text(len(empty), 'class', 'have no image')} in {split}: {first_of(empty)}"
+            title = f"{counted(len(empty), 'class')} without an image in {split}: {first_of(empty)}"
             advice = "Nothing can be learned of a class without training images: add some, or remove the class."
             if split != "train":
                 advice = f"Nothing is known of how well the model does on them: add images to {split}."
@@ -440,23 +440,15 @@ def _findings(splits: Splits, images: Images, records: Records, unreadable: Sequ
 
 def _groups(kind: str, groups: Groups, what: str, advice: str) -> Iterator[Finding]:
     if groups:
-        title = f"{sum(map(len, groups)):,} {what}, in {count_text(len(groups), 'group')}"
+        title = f"{sum(map(len, groups)):,} {what}, in {counted(len(groups), 'group')}"
         yield Finding(kind, title, advice, tuple(tuple(map(int, group)) for group in groups))
-
-
-def count_text(count: int, what: str = "image", rest: str = "") -> str:
-    """Return "1 image", "3 images"; `rest`: what follows, in the plural ("have no image")."""
-    plural = "" if count == 1 else "es" if what.endswith("s") else "s"
-    if count == 1:
-        rest = rest.replace("have ", "has ", 1)
-    return f"{count:,} {what}{plural} {rest}".rstrip()
 
 
 def summary(result: AuditResult) -> Iterator[str]:
     """Yield the lines that the command prints."""
     images, counts = result.images, result.images.counts
     parts = ", ".join(f"{len(source):,} {split}" for split, source in images.sources.items())
-    yield f"{count_text(len(images))} ({parts}) of {count_text(len(images.classes), 'class')}"
+    yield f"{counted(len(images), 'image')} ({parts}) of {counted(len(images.classes), 'class')}"
     if len(images.classes) <= CLASSES_SHOWN:
         width = max(map(len, images.classes), default=0)
         for number, name in enumerate(images.classes):
@@ -473,7 +465,7 @@ def summary(result: AuditResult) -> Iterator[str]:
     if not result.unreadable:
         yield f"All {len(images):,} images can be read." if len(images) > 1 else "The image can be read."
     elif result.unreadable_list is not None:
-        some = f"{len(result.unreadable):,} of {count_text(len(images))} cannot be read"
+        some = f"{len(result.unreadable):,} of {counted(len(images), 'image')} cannot be read"
         yield f"{some}; {result.unreadable_list} is the list. To leave them out:"
         options = ["--data.name", result.name, "--data.root", str(result.root)]
         options += ["--data.skip-unreadable", str(result.unreadable_list)]
