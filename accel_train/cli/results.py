@@ -52,11 +52,6 @@ class Report(CommandOptions):
             found += [run for run in inside if (run / "config.yaml").exists()] or [path]
         return found
 
-    def default_output(self) -> Path:
-        """Several runs do not take the place of the report of the first of them."""
-        several = len({run.resolve() for run in self.runs}) > 1 and (self.runs[0] / "config.yaml").exists()
-        return self.runs[0] / ("comparison.html" if several else "report.html")
-
 
 def report(arguments: Sequence[str]) -> int:
     """Run `accel-train report`; return the exit code."""
@@ -66,12 +61,10 @@ def report(arguments: Sequence[str]) -> int:
     with importing(str(options.runs[0])):
         from accel_train.tools.report.report import report
 
-    result = report(
-        launch,
-        options.all_runs(),
-        output=options.output or options.default_output(),
-        trust_code=options.trust_code,
-    )
+    first = options.runs[0]
+    in_folder = None if (first / "config.yaml").exists() else first / "report.html"
+    output = options.output or in_folder
+    result = report(launch, options.all_runs(), output=output, trust_code=options.trust_code)
     for table in result.tables:
         print_line(f"{table.title}:")
         print_table(table.head, table.rows)

@@ -22,7 +22,7 @@ from accel_train.config.schema import Config, Schedule, Stop
 from accel_train.errors import LOGGER
 from accel_train.launch.environment import Launch
 from accel_train.run.start import find_start, load_data
-from accel_train.tools.report.curves import import_pyplot, save
+from accel_train.tools.report.curves import import_pyplot
 from accel_train.train import grouped
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup
 
@@ -116,4 +116,5 @@ def plot(found: LearningRates, path: Path) -> None:
         axes.axvline(found.steepest, linestyle="--", label=f"falls fastest: {found.steepest:.2g}")
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
     axes.legend()
-    save(figure, path)
+    figure.savefig(path, metadata={"Date": None})  # the same losses give the same file
+    pyplot.close(figure)

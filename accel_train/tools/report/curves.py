@@ -138,12 +138,6 @@ def import_pyplot() -> Any:
     return pyplot
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure to the SVG file `path`, without the date, and free its memory."""
-    figure.savefig(path, metadata={"Date": None})
-    import_pyplot().close(figure)
-
-
 def charts_of_run(run: RunRecords) -> list[Chart]:
     """Loss, the main metric, those of --metrics, learning rate, speed and waiting for data over the epochs."""
     chosen = [metric for metric in run.metrics if metric.chosen]
