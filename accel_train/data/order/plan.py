@@ -83,20 +83,13 @@ class Plan:
 
     @property
     def division(self) -> str:
-        """Who computes what of an update: "256 = 8 virtual batches of 32 on 3 processes: 3, 3, 2 (11 % of the slots
-        are empty)"."""
+        """Who computes what of an update: "256 of 288 slots = 3 processes x 1 accumulation x 96 images in virtual
+        batches of 32 (11% of the slots are empty)"."""
         world = f"{self.processes} process{'es' * (self.processes > 1)}"
-        if not self.empty:
-            text = f"{self.batch_size} = {world} x {self.accumulation} accumulation x {self.micro_batch} images"
-            return text + f" in virtual batches of {self.virtual_batch}" * (self.virtual_batch > 2)
-        kind = "pairs" if self.virtual_batch == 2 else f"virtual batches of {self.virtual_batch}"
-        units = "images" if self.virtual_batch == 1 else f"= {self.virtual_batches} {kind}"
-        dealt = [self.units_of(process) for process in range(self.processes)]
-        # Of many processes: 12 x 3, 4 x 2.
-        many = ", ".join(f"{dealt.count(count)} x {count}" for count in sorted({*dealt}, reverse=True))
-        shares = ", ".join(map(str, dealt)) if self.processes <= 8 else many
-        passes = f" in {self.accumulation} micro-batches" * (self.accumulation > 1)
-        return f"{self.batch_size} {units} on {world}: {shares}{passes} ({self.empty:.0%} of the slots are empty)"
+        slots = f" of {self.slots} slots" if self.empty else ""
+        text = f"{self.batch_size}{slots} = {world} x {self.accumulation} accumulation x {self.micro_batch} images"
+        text += f" in virtual batches of {self.virtual_batch}" * (self.virtual_batch > 2)
+        return text + f" ({self.empty:.0%} of the slots are empty)" * (self.empty > 0)
 
     @cached_property
     def empty(self) -> float:

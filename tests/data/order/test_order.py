@@ -102,12 +102,11 @@ def test_units_are_dealt_as_evenly_as_possible(plan: Plan) -> None:
 def test_what_is_said_of_a_division() -> None:
     assert Plan(256, 256, 4, 2).division == "256 = 4 processes x 2 accumulation x 32 images"
     three = Plan(256, 256, 3, 1, virtual_batch=32)
-    assert three.division == "256 = 8 virtual batches of 32 on 3 processes: 3, 3, 2 (11% of the slots are empty)"
+    shares = "256 of 288 slots = 3 processes x 1 accumulation x 96 images in virtual batches of 32"
+    assert three.division == f"{shares} (11% of the slots are empty)"
     assert three.warnings() == ()
-    assert Plan(256, 256, 3, 1).division == "256 images on 3 processes: 86, 85, 85 (1% of the slots are empty)"
-    assert Plan(100, 100, 12, 3, virtual_batch=2).division == (
-        "100 = 50 pairs on 12 processes: 2 x 5, 10 x 4 in 3 micro-batches (17% of the slots are empty)"
-    )
+    one = Plan(256, 256, 3, 1)
+    assert one.division == "256 of 258 slots = 3 processes x 1 accumulation x 86 images (1% of the slots are empty)"
     [warning] = Plan(32, 32, 3, 2, virtual_batch=8).warnings()
     assert "(33% of the slots" in warning and "with 2 or 4 processes, or with --batch-size 24 or 48" in warning
 
