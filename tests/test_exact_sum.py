@@ -22,7 +22,6 @@ from accel_train import exact_sum as module
 from accel_train.errors import UserError
 from accel_train.exact_sum import (
     ExactGradients,
-    check_device,
     exact_sum,
     exponents_of,
     grid_bits,
@@ -265,10 +264,6 @@ class TestGradients:
             summed([*gradients_of(parameters(), 3)], 1, virtual_batches=2)
         with pytest.raises(UserError, match="use a smaller batch"):
             ExactGradients(parameters(), 2**29 + 1)
-
-    def test_a_device_without_float64_is_refused(self) -> None:
-        with pytest.raises(UserError, match="need float64, which the device mps does not have"):
-            check_device(torch.device("mps"))
 
     def test_empty_parameters_and_none_at_all(self) -> None:
         empty = nn.Parameter(torch.empty(0, 3))

@@ -138,8 +138,8 @@ def _create_timms(optim: Optim, model: nn.Module, kind: type[Any], options: dict
 
     if kind is Muon:
         outer = (*input_names(model), *required_classifier(model, f"--optim.name {optim.name}"))
-        options["fallback_list"] = [f"{layer}.*" for layer in outer]
-        options["fallback_no_weight_decay"] = True  # timm's models list their embeddings there
+        options.setdefault("fallback_list", [f"{layer}.*" for layer in outer])
+        options.setdefault("fallback_no_weight_decay", True)  # timm's models list their embeddings there
     optimizer = create_optimizer_v2(
         model,
         opt=optim.name,
@@ -166,21 +166,12 @@ def _groups_alone(optim: Optim) -> Optim:
 
 
 def _arguments(optim: Optim) -> dict[str, Any]:
-    """The arguments of optim.kwargs. Raises UserError for those that have an option of their own, which is given, too,
-    or that another option decides."""
+    """The arguments of optim.kwargs. Raises UserError for those that have an option of their own, which has a value."""
     found: dict[str, Any] = json.loads(optim.kwargs or "{}")
     for name in found:
-        if name in OPTIONS and (name not in ("betas", "eps") or getattr(optim, name) is not None):
-            raise UserError(f"--optim.kwargs: remove {name!r}; set optim.{OPTIONS[name]}.")
+        if getattr(optim, name, None) is not None:
+            raise UserError(f"--optim.kwargs: remove {name!r}; set optim.{name.replace('_', '-')}.")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-
-
-OPTIONS = {
-    **{each: each.replace("_", "-") for each in ("lr", "weight_decay", "momentum", "betas", "eps", "layer_decay")},
-    **dict.fromkeys(("opt", "model_or_params", "param_group_fn", "fallback_list", "fallback_no_weight_decay"), "name"),
-    "filter_bias_and_bn": "decay-all",
-}
-"""Arguments of timm's `create_optimizer_v2` that an option here decides -> that option."""
 
 
 def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
