@@ -156,10 +156,6 @@ def matching_state(
     for name, parameter in zip(names, parameters, strict=True):
         if values := saved["state"].get(name):
             state[name] = _checked_state(name, values, parameter, fused=isinstance(optimizer, FUSED))
-    if 0 < len(state) < len(names) and isinstance(optimizer, torch.optim.SGD):
-        # Its fused kernel requires a momentum for all parameters or none. Without dampening, it starts at zero.
-        for name, parameter in zip(names, parameters, strict=True):
-            state.setdefault(name, {"momentum_buffer": torch.zeros(parameter.shape, dtype=parameter.dtype)})
     groups = optimizer.state_dict()["param_groups"]
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in groups]
     if [group["params"] for group in groups] == [group["params"] for group in saved["param_groups"]]:
