@@ -82,12 +82,15 @@ def open_run(
     optimizer: Optimizer,
     requests: StopRequests,
     plan: Plan,
+    *,
+    take_over: bool = False,
     **settings: Any,
 ) -> Iterator[tuple[Checkpoints, TrainState]]:
     """Own the run's directory within the `with` block, and give its checkpoints and the position to go on from: that
     of the newest complete checkpoint, restored into `model` and `optimizer`, or that of a new run.
 
-    Collective. `model` and `optimizer`: as Accelerate prepared them. `settings`: the seed, and what else decides what
+    Collective. `model` and `optimizer`: as Accelerate prepared them. `take_over`: from another process that owns the
+    directory, alive or not; that process ends. `settings`: the seed, and what else decides what
     is learned, fit for JSON; a run with other ones does not go on, so leave out what may change, such as the epochs.
     Raises UserError if another process owns the directory, it cannot be written, or its checkpoint does not fit.
     """
@@ -101,7 +104,8 @@ def open_run(
     decided = {"samples": plan.samples, "batch_size": plan.batch_size, "virtual_batch": plan.virtual_batch}
     decisive = json.dumps(settings | decided | {"program": "accel_train.parts"}, sort_keys=True)
     check_agreement(accelerator, settings=decisive, **what_bits_depend_on(accelerator))
-    lease = claim_run(accelerator, Claim(directory, lambda: requests.reason, how=f"remove {directory}/owner.json"))
+    claim = Claim(directory, lambda: requests.reason, take_over=take_over, how="open_run(…, take_over=True)")
+    lease = claim_run(accelerator, claim)
     with ExitStack() as around:
         around.callback(lease.release)
         run = Checkpoints(directory / "checkpoints", accelerator, model, optimizer, lease)

@@ -26,13 +26,13 @@ class Metric:
     """A number that an evaluation has of a split: how it is called and shown."""
 
     name: str
-    """Its key in metrics.jsonl. In result.json the keys are test_NAME and, for a headline, ema_test_NAME."""
+    """Its key in metrics.jsonl. In result.json the keys are test_NAME and, of the EMA, ema_test_NAME."""
     form: str = ".2%"
     """The format specification with which it is shown: a fraction in percent."""
     title: str = ""
     """What reports call it; "": by its name."""
     headline: bool = True
-    """Whether the console shows it, and result.json has it for the EMA as well."""
+    """Whether the console shows it."""
     fewest_classes: int = 2
     """With fewer classes it is always 1, and the table of `accel-train evaluate` leaves it out."""
     lower_is_better: bool = False

@@ -8,10 +8,11 @@ are the same program. A run gives the same result on any number of processes: se
 
 What `train` uses is in these packages:
 
-    the order of samples    data/order/             the learning rate     optim/schedule.py
-    forward and backward    step.py                 metrics               task.py, evaluate.py, records/metrics.py
-    checkpoints             checkpoint/             who owns a run        ownership/
-    signals and stops       launch/stopping.py         the end of a run      run/run.py
+    the order of samples    data/order/samplers.py      the learning rate    optim/schedule.py
+    forward and backward    step.py                     metrics              task.py; your own: records/metrics.py
+    checkpoints             checkpoint/store.py         an evaluation        evaluate.py
+    their commit            checkpoint/directory.py     who owns a run       ownership/lease.py
+    signals and stops       launch/stopping.py          the end of a run     run/run.py
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    # The command line is checked before torch is imported. Python puts the folder of a script that is started by its
-    # path on the module path. That would be accel_train/, whose files could hide other modules: use its parent instead.
+    # The command line is checked before torch is imported. If a script is started by its path, Python looks for modules
+    # in the script's folder. That is accel_train/ here, and its files could hide other modules: use the parent folder.
     from pathlib import Path
 
     if not __package__:
@@ -60,13 +61,13 @@ def train(
     resumes. Raises UserError; UnsavedError if the training ended, but its weights or result could not be written.
     """
     check_observers(observers)
-    with StopRequests() as stop_requests, ExitStack() as at_end:  # from here on a signal asks for a checkpoint
+    with StopRequests() as stop_requests, ExitStack() as at_end:  # from here on a signal asks to save and stop
         began = time.monotonic()  # for wall_seconds of result.json
         with naming_lost_processes():  # if another process dies, the error says so; later the watchdog does that
             accelerator = connect(config, launch)
             start = find_start(config, accelerator)
             config = start.config
-            start_workers_early(config)  # the process that makes data workers imports torch meanwhile
+            start_workers_early(config)  # they import torch while this process goes on
 
             # From here on, these processes alone own the run directory.
             lease = claim_directory(config, accelerator, lambda: stop_requests.reason)
@@ -112,12 +113,12 @@ def train_epoch(setup: TrainingSetup, run: Run) -> None:
     """Train the rest of the current epoch. Raises StopAskedError."""
     state, sampler = run.state, setup.sampler
     sampler.seek(state.epoch, state.epoch_samples)
-    if len(sampler) and state.evaluation_is_pending(setup.config):  # the run was stopped before or within it
+    if len(sampler) and state.evaluation_is_pending(setup.config):  # the run stopped before it was done
         evaluate_within_epoch(setup, run)
     models.set_train_mode(setup.model, setup.config.model, state.epoch)
     run.stopwatch.start()
     for micro_batches in grouped(run.batches(), setup.plan.accumulation):
-        samples = sampler.real_samples(state.epoch_samples)  # their number, without padding
+        samples = sampler.real_samples(state.epoch_samples)  # how many, without padding
         lr = setup.schedule.highest_lr  # of all parameter groups, for the log
         applied = update(setup, run, micro_batches, samples)
         run.count_update(samples, applied=applied)
@@ -149,13 +150,13 @@ def update(setup: TrainingSetup, run: Run, batches: Iterable[Batch], samples: in
         step.apply(state.update + 1)
     else:
         step.discard()
-    # Also after a skipped update: the learning rate depends on the update's number alone. The offset: see run/run.py.
+    # Also after a skipped update: the schedule counts all updates. The offset: see run/run.py.
     setup.schedule.step_update(state.update + 1 - run.schedule_offset)
     return applied
 
 
 def end_epoch(setup: TrainingSetup, run: Run) -> None:
-    """Evaluate, update the best result, save if due, and go to the next epoch, unless the run ends before its end."""
+    """Evaluate, update the best result, save if due, and begin the next epoch, unless the run ends within this one."""
     config, state, plan = setup.config, run.state, setup.plan
     run.stopwatch.stop()
     state.check_epoch(plan)
@@ -193,8 +194,8 @@ def evaluate(setup: TrainingSetup, run: Run, *, is_last: bool, moves_plateau: bo
     done = run.state.epoch + 1
     if "val" in setup.evaluations:
         metric = config.best_metric or setup.splits.task.best_metric
-        known = LOWER_IS_BETTER if setup.own_metrics is None else setup.own_metrics.lower_is_better
-        is_lower_better = metric in known
+        lower_is_better = LOWER_IS_BETTER if setup.own_metrics is None else setup.own_metrics.lower_is_better
+        is_lower_better = metric in lower_is_better
         value = run.evaluate("val").value_to_choose_by(metric)
         if moves_plateau:
             setup.schedule.step(done, -value if is_lower_better else value)

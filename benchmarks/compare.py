@@ -26,7 +26,7 @@ from trainer import trainer
 
 from accel_train.cli.common import print_table
 from accel_train.tools.bench import ratio, spread
-from accel_train.tools.report.curves import import_pyplot, save
+from accel_train.tools.report.curves import import_pyplot
 
 HERE = Path(__file__).parent
 SECOND_PASS = "tutorial's second pass"
@@ -179,7 +179,7 @@ def plot(measured: dict[str, Any], path: Path) -> None:
         axis.axvline(1, color="black", linewidth=1, linestyle="--")
         axis.set(title=f"{name}, batch {figures['batch_size']}", xlabel="share of the limit", xlim=(0, 1.25))
         axis.invert_yaxis()
-    save(figure, path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

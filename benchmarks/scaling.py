@@ -28,7 +28,7 @@ from trainer import trainer
 from accel_train.cli.common import print_table
 from accel_train.errors import counted
 from accel_train.tools.bench import spread
-from accel_train.tools.report.curves import import_pyplot, save
+from accel_train.tools.report.curves import import_pyplot
 
 WARM_UP = 3  # rounds
 STRONG, WEAK = "fixed global batch", "fixed batch per process"
@@ -84,7 +84,7 @@ def plot(curves: Mapping[str, list[Point]], path: Path) -> None:
     axis.set_title("speed-up (efficiency)", fontsize=10)
     if len(curves) > 1:
         axis.legend(loc="upper left")
-    save(figure, path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ import turns
 from interrupted import history, observed
 
 from accel_train.cli.common import print_table
-from accel_train.tools.report.curves import import_pyplot, save
+from accel_train.tools.report.curves import import_pyplot
 
 HERE = Path(__file__).resolve().parent / "interrupted"
 ACCELERATE = [
@@ -338,7 +338,7 @@ def plot(programs: dict[str, dict[str, Any]], path: Path) -> None:
         axis.set(title=title, xlim=(0, 1.2 * max(values) or 1))
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    save(figure, path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

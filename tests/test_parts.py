@@ -137,14 +137,16 @@ def test_who_has_lost_the_directory_writes_nothing_more(saved: Path) -> None:
     assert [path.name for path in (saved / "checkpoints").iterdir()] == ["update-00000001"]
 
 
-def test_a_run_whose_owner_file_is_removed_is_taken_over(saved: Path) -> None:
+def test_a_run_is_taken_over_from_a_living_owner_if_asked(saved: Path) -> None:
     own = Own(saved, width=[1, 2])
     with own.opened as (run, state):
         other = Own(saved, width=[1, 2])
-        with pytest.raises(parts.UserError, match=r"To take over the run: remove .*owner\.json\.$"), other.opened:
+        with (
+            pytest.raises(parts.UserError, match=r"To take over the run: open_run\(…, take_over=True\)\.$"),
+            other.opened,
+        ):
             pass
-        (saved / "owner.json").unlink()
-        with Own(saved, width=[1, 2]).opened as (_, restored):
+        with Own(saved, width=[1, 2], take_over=True).opened as (_, restored):
             assert restored.update == 1
             own.step(state)
             with pytest.raises(parts.LostError, match="Another start has taken"):

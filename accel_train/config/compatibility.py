@@ -19,7 +19,7 @@ from accel_train.config.schema import Config, as_dict, declared
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import PREFIXES, metric_name, parse_reference, short_name
 
-FORMAT = 10
+FORMAT = 11
 """The number of runs and checkpoints. It rises when one of another version would be misread, or would go on as another
 run: when a file of a run has other contents, or when the same configuration and the same data lead to another trained
 model. A run or a checkpoint with another number is refused."""

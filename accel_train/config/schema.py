@@ -186,8 +186,8 @@ class Augment:
     mix_probability: Annotated[float, FRACTION, NEEDS_MIXING] = 1.0
     """Probability of mixing (Mixup or CutMix), of each pair: see augment.mix-mode."""
     mix_mode: Annotated[Literal["pair", "elem", "batch"], NEEDS_MIXING] = "pair"
-    """Which images share one mixing ratio (lambda): the two of a pair (pair); none, for each sample has its own (elem);
-    or all pairs of a virtual batch (batch; see virtual-batch-size)."""
+    """pair: the two images of a pair share one mixing ratio (lambda); elem: each image has its own; batch: all pairs of
+    a virtual batch share one (see virtual-batch-size)."""
     mean: tuple[float, ...] | None = None
     """Mean to subtract from each channel (0 to 1); default: that of the weights, else the data's."""
     std: Annotated[tuple[float, ...] | None, ALL_POSITIVE] = None
@@ -418,8 +418,8 @@ class Config:
     rendezvous_timeout_seconds: Annotated[float, POSITIVE, AFTER_FAILURE] = 600.0
     """How long processes wait for each other at the start; then the missing ones are named."""
     hang_timeout_seconds: Annotated[float, NOT_NEGATIVE, AFTER_FAILURE] = 1800.0
-    """Without progress for this time (until a start's first update an hour, or this if it is longer), write the stacks
-    of all threads and end the run; 0: never."""
+    """Without progress for this time, write the stacks of all threads and end the run; 0: never. Before the first
+    update of a start the limit is at least an hour."""
     share_gpus: Annotated[bool, Free("where the run is computed")] = False
     """Let several processes of a node share one GPU: slow (gloo instead of NCCL), for tests."""
     trackers: Annotated[tuple[str, ...], Free("only what is shown")] = ()

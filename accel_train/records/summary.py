@@ -144,11 +144,7 @@ def result_of(
         "train_images": train_images,
         "test_images": test.count if test else 0,
         **{f"test_{metric.name}": test.metrics[metric.name] if test else None for metric in metrics},
-        **{
-            f"ema_test_{metric.name}": ema.metrics[metric.name] if ema else None
-            for metric in metrics
-            if metric.headline
-        },
+        **{f"ema_test_{metric.name}": ema.metrics[metric.name] if ema else None for metric in metrics},
         "stopped_by": state.stopped_by(config, plan),
         "best_val_accuracy": state.best_value if metric == "accuracy" else None,
         "best_metric": metric,

@@ -64,9 +64,11 @@ def test_a_metric_that_is_added_to_the_table_is_everywhere(tmp_path: Path, capsy
     for line in (test, ema):
         assert line["accuracy"] <= line["top4_accuracy"] <= line["top5_accuracy"]
         assert 0 < line["probability"] <= 1
-    for name in ("probability", "top4_accuracy"):
+    # Also those that the console does not show: a report would set the model's beside the others of the EMA.
+    for name in ("probability", "top4_accuracy", "top5_accuracy", "f1"):
         assert result[f"test_{name}"] == test[name]
         assert result[f"ema_test_{name}"] == ema[name]
+    for name in ("probability", "top4_accuracy"):
         assert {f"test/{name}", f"test_ema/{name}"} <= curves
     assert "train/probability" in curves and "train/top4_accuracy" not in curves
 
