@@ -51,7 +51,8 @@ class ExactGradients:
         """`parameters`: all on one device; of a DDP model, not of FSDP2. The same order on all processes.
 
         `virtual_batches`: at most so many in one update, over all processes. It decides the grid, so it must be the
-        same on any number of processes. Raises UserError if they are too many, or if a parameter is complex.
+        same on any number of processes. Raises UserError if they are too many, if the device has no float64, or if a
+        parameter is complex.
         """
         self._parameters = [parameter for parameter in parameters if parameter.numel()]
         if any(parameter.is_complex() for parameter in self._parameters):
@@ -59,6 +60,8 @@ class ExactGradients:
                 "Gradients of complex parameters have no exact sum. Keep their real and imaginary parts instead."
             )
         self._virtual_batches, self._bits = virtual_batches, grid_bits(virtual_batches)
+        for device in {parameter.device for parameter in self._parameters}:
+            check_device(device)
         # The same memory in each update: on a CPU, new memory would take a third of the time of the sums. Not the
         # memory of a kept gradient, because autograd can give two parameters gradients that share it.
         self._results = [torch.empty_like(parameter).detach() for parameter in self._parameters]
@@ -144,6 +147,7 @@ def exact_sum(rows: Tensor, terms: int) -> Tensor:
     As `ExactGradients` does it, but each column has a grid of its own. `terms`: all processes together have at most so
     many rows, and it decides the grid; a process may have none. For statistics of BatchNorm a row is a virtual batch.
     """
+    check_device(rows.device)
     if not len(rows):
         rows = rows.new_zeros(1, rows.shape[1])
     exponents = _all_reduce(exponents_of(rows.abs().amax(0)), dist.ReduceOp.MAX)
@@ -160,6 +164,12 @@ def grid_bits(terms: int) -> int:
         most = 1 << (53 - LEAST_BITS)
         raise UserError(f"An exact sum can have at most {most} terms, and this one has {terms}: use a smaller batch.")
     return bits
+
+
+def check_device(device: torch.device) -> None:
+    """Raises UserError if `device` cannot compute with float64."""
+    if device.type == "mps":
+        raise UserError("Exact sums need float64, which the device mps does not have. Train on a CPU or a CUDA GPU.")
 
 
 def exponents_of(largest: Tensor) -> Tensor:

@@ -9,8 +9,11 @@ splittable pseudorandom number generators", OOPSLA 2014; the constants are its `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,3 +118,25 @@ def _feistel(numbers: Tensor, a: int, b: int, keys: Sequence[int]) -> Tensor:
         left = (left + shift(hashed(even, right), 2)) % a
         right = (right + shift(hashed(odd, left), 2)) % b
     return left + right * a
+
+
+# Code of others draws from the global generators: they are seeded with a key before it is called.
+
+
+def seed_generators(key: int) -> None:
+    """Seed the global generators of torch (on the CPU), NumPy and Python."""
+    torch.default_generator.manual_seed(key)
+    np.random.seed(key % 2**32)
+    random.seed(key)
+
+
+@contextmanager
+def restored_generators() -> Iterator[None]:
+    """Restore at the end what `seed_generators` changes."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])

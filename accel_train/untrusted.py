@@ -143,8 +143,10 @@ def read_yaml(text: str | bytes, *, nodes: bool = False) -> Any:
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             self.depth += 1
-            problem = f"more than {MAX_YAML_DEPTH} parts inside each other" * (self.depth > MAX_YAML_DEPTH)
-            if self.check_event(yaml.AliasEvent):
+            problem = ""
+            if self.depth > MAX_YAML_DEPTH:
+                problem = f"more than {MAX_YAML_DEPTH} parts inside each other"
+            elif self.check_event(yaml.AliasEvent):
                 problem = "an alias (*NAME), which is not read here; write its values again"
             if problem:
                 raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)

@@ -24,14 +24,7 @@ from accel_train.cli.dispatch import COMMANDS, command_class
 from accel_train.config.declaration import Word
 from accel_train.config.options import NEUTRAL_IN_WORDS, CommandOptions, parse_command
 from accel_train.config.recipe import recipe_names
-from accel_train.config.schema import (
-    UNIONS,
-    Config,
-    choices,
-    option_types,
-    positional_words,
-    takes_many_values,
-)
+from accel_train.config.schema import UNIONS, Config, choices, option_types, positional_words, takes_many_values
 from accel_train.errors import UserError, nearest, one_line, print_line
 
 COMMON = (

@@ -151,7 +151,10 @@ def bench(arguments: Sequence[str]) -> int:
 
     launch = prepare_environment()
     if launch.world_size == launch.local_world_size:
-        check_root(config.data)
+        try:
+            check_root(config.data)
+        except UserError as error:
+            raise UserError(f"{error} Or measure on synthetic images: --data.name synthetic.") from error
     with importing(config.recipe):
         from accel_train.launch.agreement import end_world
         from accel_train.tools.bench import bench

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel_train.config.schema import Config
 from accel_train.errors import first_of
+from accel_train.keyed import restored_generators, seed_generators
 from accel_train.launch.accelerator import without_tf32
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.compat import TorchDispatchMode, backward_pass
@@ -195,6 +196,7 @@ class _Copy:
 
     def run(self, images: Tensor, first: int, seed: int) -> _Pass:
         """A pass of training over `images`, whose samples are numbered from `first`."""
+        torch.manual_seed(seed)  # of all devices
         seed_generators(seed)
         self.keys.set_samples(torch.arange(first, first + len(images)), 0, images.device)
         self.batches.begin(torch.ones(len(images), device=images.device), padded=False)
@@ -415,6 +417,7 @@ def _is_coupled_in_evaluation(way: _Copy, images: Tensor, count: int) -> bool:
         return True
     model, losses = way.model.eval(), []
     for part in (slice(None), slice(count), slice(count, None)):
+        torch.manual_seed(0)
         seed_generators(0)
         seen = _Pass(len(images[part]))
         with _watched(model, seen, way.names, [], images.device), torch.no_grad():
@@ -459,13 +462,6 @@ def different_images(channels: int, size: int, count: int = 4) -> Tensor:
     return images
 
 
-def seed_generators(word: int) -> None:
-    """Seed the global random generators of torch, NumPy and Python."""
-    torch.manual_seed(word)
-    np.random.seed(word % 2**32)
-    random.seed(word)
-
-
 @contextmanager
 def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Run `model` inside: afterwards its buffers, gradients and modes and all global random generators are as before.
@@ -474,9 +470,9 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    states, (python, numpy) = torch_states(device), (random.getstate(), np.random.get_state())
+    states = torch_states(device)
     try:
-        with kept_buffers(model):
+        with kept_buffers(model), restored_generators():
             for parameter, _ in gradients:
                 parameter.grad = None
             yield
@@ -485,11 +481,8 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
             module.training = training  # not `train`, which changes children, too
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        torch.set_rng_state(states[0])
         if device.type in GENERATORS:
             torch.get_device_module(device).set_rng_state(states[1], *_number(device))
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 @contextmanager

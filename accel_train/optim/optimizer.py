@@ -166,10 +166,11 @@ def _groups_alone(optim: Optim) -> Optim:
 
 
 def _arguments(optim: Optim) -> dict[str, Any]:
-    """The arguments of optim.kwargs. Raises UserError for those that have an option of their own, which has a value."""
+    """The arguments of optim.kwargs. Raises UserError for those that have an option of their own; betas and eps may be
+    given here if theirs are not."""
     found: dict[str, Any] = json.loads(optim.kwargs or "{}")
     for name in found:
-        if getattr(optim, name, None) is not None:
+        if hasattr(optim, name) and (name not in ("betas", "eps") or getattr(optim, name) is not None):
             raise UserError(f"--optim.kwargs: remove {name!r}; set optim.{name.replace('_', '-')}.")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 

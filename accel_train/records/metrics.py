@@ -106,7 +106,7 @@ def create_own_metrics(texts: Sequence[str], accelerator: Accelerator, splits: S
 def _create(text: str, given: Callable[..., Any] | None, classes: int, task: Task) -> OwnMetric:
     reference = parse_reference("metrics", text)
     if reference is None and given is None:
-        raise UserError(f"--metrics {text}: no metric of this package, and not given as an object of Python.")
+        raise UserError(f"--metrics {text}: expected FILE.py:NAME, or a function that is given from Python.")
     if reference is None:
         reference = Reference(_source_file(given), "", text)
     target: Any = load("metrics", reference) if given is None else given
@@ -126,8 +126,7 @@ def _create(text: str, given: Callable[..., Any] | None, classes: int, task: Tas
 def _source_file(given: Any) -> str:
     """The file of an object's code, for messages."""
     try:
-        has_code = inspect.isroutine(given) or inspect.isclass(given)
-        return inspect.getsourcefile(given if has_code else type(given)) or "Python"
+        return inspect.getsourcefile(given if inspect.isroutine(given) else type(given)) or "Python"
     except TypeError:
         return "Python"
 

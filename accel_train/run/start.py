@@ -22,13 +22,7 @@ from accel_train.checkpoint.directory import MANIFEST, BrokenError, find_newest_
 from accel_train.checkpoint.reading import find_weights
 from accel_train.checkpoint.store import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.config.compatibility import (
-    END_KEYS,
-    affects_learning,
-    check_format,
-    differences,
-    learning_fingerprint,
-)
+from accel_train.config.compatibility import END_KEYS, affects_learning, check_format, differences, learning_fingerprint
 from accel_train.config.schema import Config, Origin
 from accel_train.data.order.samplers import create_draws
 from accel_train.data.sources.load import Splits, splits_of

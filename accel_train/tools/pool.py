@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -10,11 +11,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.sources.user import UserDataset
 from accel_train.data.worker_processes import end_with_trainer, process_pool
+from accel_train.errors import is_terminal, print_line
 
 T = TypeVar("T")
 
@@ -68,10 +71,16 @@ def _run(work: Callable[..., T], number: int, *arguments: Any) -> T:
 
 @contextmanager
 def progress_bar(verb: str, total: int, *, shows_progress: bool) -> Iterator[Callable[[float], None]]:
-    """Yield a function that says how many more of `total` images are done: a bar, which is live on a terminal and
-    printed at the end elsewhere. `verb`: "decoding"."""
-    if not shows_progress:
+    """Yield a function that says how many more of `total` images are done: a bar on a terminal, one line at the end
+    elsewhere. `verb`: "decoding"."""
+    if not shows_progress or not is_terminal(sys.stdout):
         yield lambda count: None
+        if shows_progress:
+            print_line(f"{verb}: {total:,} images done")
         return
-    with Progress(TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
-        yield partial(bar.advance, bar.add_task(verb, total=total))
+    # A line above the bar is whole, the terminal breaks it; and what goes to a file does not go through the bar.
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    columns = TextColumn(verb), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, redirect_stderr=is_terminal(sys.stderr)) as bar:
+        task = bar.add_task(verb, total=total)
+        yield partial(bar.advance, task)

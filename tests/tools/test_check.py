@@ -1,7 +1,6 @@
 """`accel-train check-data` finds and lists all unreadable images, and training skips them; no other data set empties or
 overwrites the list."""
 
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -82,7 +81,7 @@ def test_all_are_found_and_can_be_left_out(data: Data, tmp_path: Path, processes
         f"accel-train train RECIPE --data.name folder --data.root {data.root} --data.skip-unreadable {output}"
         in printed
     )
-    assert re.search(r"decoding \S* *156/156", printed) and "\x1b" not in printed
+    assert "decoding: 156 images done\n" in printed and "\x1b" not in printed
 
     with pytest.raises(UserError, match="check-data"):
         every = load_splits(data, 0)
@@ -97,14 +96,6 @@ def test_settings_of_a_run_do_not_hide_images(data: Data, tmp_path: Path) -> Non
     limited = replace(data, train_limit=10, test_fraction=0.1, skip_unreadable=tmp_path / "old")
     assert len(check_data(limited, output=tmp_path / "new", processes=1).unreadable) == 4
     assert (tmp_path / "new").read_text().splitlines()[1:] == EXPECTED
-
-
-def test_a_bar_on_a_terminal(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    check_data(data, output=tmp_path / "list", processes=1, shows_progress=True)
-    printed = capsys.readouterr().out
-    assert "156/156" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed)
 
 
 def test_a_list_that_cannot_be_written(data: Data, tmp_path: Path) -> None:

@@ -31,6 +31,16 @@ for process, found in in_processes(work, [range(40)], [(0, i, i + 1) for i in ra
     print(process, found, flush=True)
 """
 
+BAR = """
+import sys
+from accel_train.errors import print_line
+from accel_train.tools.pool import progress_bar
+
+with progress_bar("decoding", 156, shows_progress=True) as advance:
+    print_line("a/very/long/path/" * 9 + "17.jpg cannot be read", sys.stderr)
+    advance(156)
+"""
+
 
 @pytest.fixture
 def variables(tmp_path: Path) -> dict[str, Any]:
@@ -64,3 +74,22 @@ def test_the_processes_end_with_the_command(tmp_path: Path, variables: dict[str,
     for process in left:
         process.kill()
     assert not left
+
+
+def test_a_bar_on_a_terminal_lets_lines_go_to_a_file(tmp_path: Path) -> None:
+    master, slave = os.openpty()
+    errors = tmp_path / "errors.txt"
+    with errors.open("w") as file:
+        environment = helpers.environment(TERM="xterm-256color")
+        subprocess.run([sys.executable, "-c", BAR], env=environment, stdout=slave, stderr=file, check=True)
+    os.close(slave)
+    assert b"156/156" in os.read(master, 10000)
+    os.close(master)
+    assert errors.read_text() == "a/very/long/path/" * 9 + "17.jpg cannot be read\n"
+
+
+@pytest.mark.parametrize("end", ["> /dev/full", "| true"])
+def test_a_full_disk_or_a_closed_pipe_does_not_end_the_work(tmp_path: Path, end: str) -> None:
+    (tmp_path / "bar.py").write_text(BAR + "open('done', 'w').close()\n")
+    subprocess.run(f"{sys.executable} bar.py {end}", shell=True, cwd=tmp_path, env=helpers.environment(), check=True)
+    assert (tmp_path / "done").exists()

@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def division(self) -> str:
-        """Who computes what of an update: "256 of 288 slots = 3 processes x 1 accumulation x 96 images in virtual
+        """How an update is shared: "256 of 288 slots = 3 processes x 1 accumulation x 96 images in virtual
         batches of 32 (11% of the slots are empty)"."""
         world = f"{self.processes} process{'es' * (self.processes > 1)}"
         slots = f" of {self.slots} slots" if self.empty else ""
@@ -154,10 +154,6 @@ class Plan:
     def real_samples(self, position: int) -> int:
         """Number of samples, without padding, in the update that begins at `position` of an epoch."""
         return min(self.batch_size, self.samples - position)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return min(self.samples, self.updates_per_epoch * self.batch_size)
 
 
 def epoch_length(samples: int, repeats: int) -> int:

@@ -11,10 +11,8 @@ are; the default is to leave them unchanged.
 from __future__ import annotations
 
 import pickle
-import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
@@ -27,13 +25,10 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.arrays import ArraySource
-from accel_train.data.sources.files.images import (
-    ImageError,
-    default_mean_std,
-    to_tensor,
-)
+from accel_train.data.sources.files.images import ImageError, default_mean_std, to_tensor
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, numbered, splits_of_files
 from accel_train.errors import LOGGER, UserError, first_of, nearest, print_line
+from accel_train.keyed import restored_generators, seed_generators
 from accel_train.launch.environment import is_first_process
 from accel_train.user_code.loading import call, described, load, load_file
 from accel_train.user_code.reference import OBJECT, Reference, known_labels
@@ -233,25 +228,6 @@ def kind_of(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"a NumPy array {value.dtype} {list(value.shape)}"
     return f"of type {type(value).__name__}"
-
-
-def seed_generators(key: int) -> None:
-    """Seed the global generators of torch (on the CPU), NumPy and Python."""
-    torch.default_generator.manual_seed(key)
-    np.random.seed(key % 2**32)
-    random.seed(key)
-
-
-@contextmanager
-def restored_generators() -> Iterator[None]:
-    """Restore at the end what `seed_generators` changes."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
 
 
 # A user's Dataset on its way to data workers: in one block of shared memory, however many tensors it keeps.

@@ -18,13 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.config.schema import Augment
-from accel_train.data.transforms.parameters import (
-    AugmentParameters,
-    Column,
-    Stream,
-    box_masks,
-    over_pixels,
-)
+from accel_train.data.transforms.parameters import AugmentParameters, Column, Stream, box_masks, over_pixels
 from accel_train.keyed import GOLDEN, scramble, shift, signed
 
 

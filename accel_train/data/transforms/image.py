@@ -19,10 +19,10 @@ from torch import Tensor
 
 from accel_train.config.schema import Augment
 from accel_train.data.sources.files.images import Box, LazyImage
-from accel_train.data.sources.user import as_pixels, kind_of, restored_generators, seed_generators
+from accel_train.data.sources.user import as_pixels, kind_of
 from accel_train.data.transforms.parameters import Stream, resize_default
 from accel_train.errors import UserError, reason_of
-from accel_train.keyed import uniform, uniforms
+from accel_train.keyed import restored_generators, seed_generators, uniform, uniforms
 from accel_train.user_code.loading import load, showing_user_lines
 from accel_train.user_code.reference import parse_reference
 

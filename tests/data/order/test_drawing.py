@@ -72,7 +72,7 @@ def test_an_epoch_is_the_same_for_any_division_and_from_any_position() -> None:
     whole = order(1, 1)
     whole.seek(2)
     expected = everything(whole)
-    assert len(expected) == 240 and expected.weights.sum() == 230 == whole.plan.samples_per_epoch
+    assert len(expected) == 240 and expected.weights.sum() == 230 == whole.plan.samples
     assert torch.bincount(labels[expected.ids[:230]]).tolist() == [115, 115]
     assert not torch.equal(expected.ids[:115].sort().values, expected.ids[115:230].sort().values)  # classes are mixed
     assert labels[expected.ids[:115]].float().mean() == pytest.approx(0.5, abs=0.15)

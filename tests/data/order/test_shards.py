@@ -62,7 +62,7 @@ def test_each_sample_exactly_once_in_an_order_of_the_recipe_alone(
     sampler = sampler_of(plan, sizes, open_shards)
     sampler.seek(epoch)
     found = by_place(plan, slots_of(sampler))
-    real = plan.samples_per_epoch
+    real = min(plan.samples, plan.updates_per_epoch * plan.batch_size)
     assert found.weights.tolist() == [1.0] * real + [0.0] * (len(found) - real)
     once = found.ids[:real].sort().values
     assert len(once.unique()) == real
@@ -112,10 +112,10 @@ def test_repeats_have_all_copies_of_a_sample_in_its_update(
     sampler.seek(2)
     found = by_place(plan, slots_of(sampler))
     ids = found.ids[found.weights > 0]
-    assert found.positions is not None and len(ids) == plan.samples_per_epoch
+    assert found.positions is not None and len(ids) == min(plan.samples, plan.updates_per_epoch * plan.batch_size)
     assert len(found.positions[found.weights > 0].unique()) == len(ids)
     assert ids.bincount().max() <= repeats and ids.max() < sum(sizes)
-    for update in range(plan.samples_per_epoch // plan.batch_size):
+    for update in range(min(plan.samples, plan.updates_per_epoch * plan.batch_size) // plan.batch_size):
         counts = found.ids[update * plan.batch_size :][: plan.batch_size].bincount()
         assert (counts == repeats).sum() * repeats >= plan.batch_size - 2 * (repeats - 1)
     one = sampler_of(replace(plan, processes=1, accumulation=1), sizes, open_shards, repeats=repeats)

@@ -14,10 +14,9 @@ from torchvision.transforms import v2
 
 from accel_train.config.options import parse
 from accel_train.config.schema import Augment
-from accel_train.data.sources.user import restored_generators, seed_generators
 from accel_train.data.transforms.image import ImageTransform, check_own
 from accel_train.errors import UserError
-from accel_train.keyed import hashed
+from accel_train.keyed import hashed, restored_generators, seed_generators
 
 SIZE, COUNT = 32, 16
 MEAN = (0.485, 0.456, 0.406)
