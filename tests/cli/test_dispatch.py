@@ -81,8 +81,9 @@ def test_help_lists_each_command_with_a_line() -> None:
         (["predict", "{run}", "{run}", "--output", "a.txt"],
          "--output: expected a name that ends in .csv, found 'a.txt' (command line)."),
         *[([*words, "folder", "--data.root", "{run}/no"], NO_ROOT) for words in
-          (["train", "digits", "--data.name"], ["find-lr", "digits", "--data.name"],
-           ["bench", "digits", "--data.name"], ["check-data"])],
+          (["train", "digits", "--data.name"], ["find-lr", "digits", "--data.name"], ["check-data"])],
+        (["bench", "digits", "--data.name", "folder", "--data.root", "{run}/no"],
+         f"{NO_ROOT} Or measure on synthetic images: --data.name synthetic."),
         (["train", "digits", "--data.root", "x"], "--data.root x: --data.name is digits, which come with the package "
          "and are not read from there. For your own data give its kind, too: --data.name folder."),
         (["train", "digits", "--data.name", "csv", "--data.root", "no.csv"],

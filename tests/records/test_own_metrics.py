@@ -163,7 +163,7 @@ def test_a_metric_that_cannot_be_used_is_told_before_the_training(metric: Callab
 
 
 def test_a_name_without_an_object_or_of_a_built_in_metric_is_refused() -> None:
-    assert "--metrics auc: no metric of this package, and not given as an object" in refused("auc")
+    assert "--metrics auc: expected FILE.py:NAME, or a function that is given from Python" in refused("auc")
     assert "--metrics top5_accuracy: a built-in metric has this name" in refused(top5_accuracy=right)
     missing = refused("no_such_module_of_mine:auc")
     assert "--metrics no_such_module_of_mine:auc: ModuleNotFoundError" in missing
