@@ -90,9 +90,9 @@ def open_run(
     of the newest complete checkpoint, restored into `model` and `optimizer`, or that of a new run.
 
     Collective. `model` and `optimizer`: as Accelerate prepared them. `take_over`: from another process that owns the
-    directory, alive or not; that process ends. `settings`: the seed, and what else decides what
-    is learned, fit for JSON; a run with other ones does not go on, so leave out what may change, such as the epochs.
-    Raises UserError if another process owns the directory, it cannot be written, or its checkpoint does not fit.
+    directory, alive or not; that process ends. `settings`: the seed, and what else decides what is learned, fit for
+    JSON; a run with other ones does not go on, so leave out what may change, such as the epochs. Raises UserError if
+    another process owns the directory, it cannot be written, or its checkpoint does not fit.
     """
     if not accelerator.split_batches:
         raise UserError("The processes would get whole batches in turn: create the Accelerator with parts.connect().")

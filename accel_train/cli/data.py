@@ -14,7 +14,7 @@ from accel_train.config.declaration import POSITIVE, SIZE, Word
 from accel_train.config.options import CommandOptions, parse_command, parse_settings
 from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config
-from accel_train.errors import UserError, print_line
+from accel_train.errors import UserError, counted, print_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def shards(arguments: Sequence[str]) -> int:
         processes=options.processes,
         shows_progress=True,
     )
-    size = f"{written.shards:,} shard{'s' * (written.shards != 1)}, {written.bytes / 1e9:.3f} GB"
+    size = f"{counted(written.shards, 'shard')}, {written.bytes / 1e9:.3f} GB"
     print_line(f"{written.images:,} images in {size}. Train on them with")
     print_line(f"  accel-train train RECIPE {shlex.join(written.options)}")
     return 0

@@ -96,7 +96,7 @@ def print_metrics(result: EvaluationResult) -> None:
         print_line("")
         if table.title:
             print_line(f"{table.title}:")
-        print_table(table.head, table.rows, numbers=[title for title in table.head[1:] if title != "confused with"])
+        print_table(table.head, table.rows, numbers=table.numbers)
     if empty := without_images(last, found["classes"], found["split"]):
         print_line("")
         print_line(empty)

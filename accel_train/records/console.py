@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from accel_train.errors import LOGGER
-from accel_train.records.events import Ended, Evaluated, Event, Logged, Said, Skipped, UpdateDone, Warned
+from accel_train.records.events import Ended, Evaluated, Event, Logged, Said, Skipped, Warned
 from accel_train.records.meter import Pace
 from accel_train.records.metrics import headlines
 from accel_train.task import Metric
@@ -40,8 +40,6 @@ class Console:
     def handle(self, event: Event) -> Sequence[str]:
         """Show an event."""
         match event:
-            case UpdateDone():
-                self.pace.update = event.update
             case Logged():
                 self.show_training(event)
             case Evaluated():

@@ -46,6 +46,7 @@ Floats = npt.NDArray[np.float64]
 BINS = 15  # of the calibration error, as in Guo et al. 2017
 WORST = 20  # images that are named
 NO_VALUE = "\u2013"  # of a class without images
+CONFUSED = "confused with"  # the title of the column with the class for which one is most often mistaken
 # What the table calls it -> the key of a list with a metric of each class.
 CLASS_METRICS = {name: f"class_{name}".replace(" ", "_") for name in ("average precision", "precision", "recall", "f1")}
 
@@ -163,6 +164,11 @@ class Table:
     head: list[str]
     rows: list[list[str]]
 
+    @property
+    def numbers(self) -> list[str]:
+        """The titles of the columns whose values are aligned on the right: all but the first one and CONFUSED."""
+        return [title for title in self.head[1:] if title != CONFUSED]
+
 
 def metric_table(records: Sequence[Mapping[str, Any]], classes: Sequence[str], metrics: Sequence[Metric]) -> Table:
     """A row for each metric that one of the `records` has, a column for each of these. `metrics`: of an evaluation."""
@@ -208,7 +214,7 @@ def class_table(
             other = max((number for number in range(len(classes)) if number != label), key=counts.__getitem__)
             row.append(f"{classes[other]} ({counts[other]})" if counts[other] else "")
         rows.append(row)
-    return Table(title, ["class", *images, *columns, *["confused with"] * (confusion is not None)], rows)
+    return Table(title, ["class", *images, *columns, *[CONFUSED] * (confusion is not None)], rows)
 
 
 def images_of_classes(record: Mapping[str, Any]) -> list[int]:

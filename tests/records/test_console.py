@@ -20,7 +20,7 @@ from fork_server import server
 RUN = """
 import os, sys, time
 from accel_train.errors import print_logged
-from accel_train.records.events import Ended, Evaluated, Logged, Said, UpdateDone, Warned
+from accel_train.records.events import Ended, Evaluated, Logged, Said, Warned
 from accel_train.run.run import open_console
 from accel_train.task import ONE_LABEL
 print_logged()  # as the command line does
@@ -30,7 +30,7 @@ with open_console(prints=prints, total_updates=20, updates_per_epoch=10, epochs=
     console.handle(Said(("a [bold]line[/bold]",)))
     for update in range(3, 21):
         epoch = (update - 1) // 10 + 1
-        console.handle(UpdateDone(update, epoch, None, update % 5 == 0))
+        console.pace.update = update  # as the run does
         if update % 5 == 0:
             metrics = dict(loss=0.5, accuracy=0.25, lr=1e-3, images_per_second=1234.4, data_wait_fraction=0.031)
             console.handle(Logged(update, epoch, 1.0, metrics, None))
@@ -167,7 +167,7 @@ def test_it_is_redrawn_by_time_and_not_by_update() -> None:
 
 NAMES = """
 from accel_train.errors import print_logged
-from accel_train.records.events import Ended, Evaluated, Logged, Said, UpdateDone, Warned
+from accel_train.records.events import Ended, Evaluated, Logged, Said, Warned
 from accel_train.run.run import open_console
 from accel_train.task import ONE_LABEL
 print_logged()
@@ -200,7 +200,7 @@ def test_a_forked_worker_does_not_print_through_the_display() -> None:
 
 EPOCHS = """
 from accel_train.errors import print_logged
-from accel_train.records.events import Ended, Evaluated, Logged, Said, UpdateDone, Warned
+from accel_train.records.events import Ended, Evaluated, Logged, Said, Warned
 from accel_train.run.run import open_console
 from accel_train.task import ONE_LABEL
 print_logged()
@@ -208,7 +208,7 @@ with open_console(prints=True, total_updates=100, updates_per_epoch=10, epochs=1
                   metrics=ONE_LABEL.metrics) as console:
     for epoch in range(1, 11):
         for update in range(epoch * 10 - 9, epoch * 10 + 1):
-            console.handle(UpdateDone(update, epoch, None, False))
+            console.pace.update = update
         figures = dict(loss=2.0 / epoch, accuracy=epoch / 10)
         metrics = dict(figures, lr=1e-3, images_per_second=1234.4, data_wait_fraction=0.031)
         console.handle(Logged(update, epoch, 1.0, metrics, None))
