@@ -150,9 +150,9 @@ def is_terminal(stream: TextIO) -> bool:
 def print_line(text: str, stream: TextIO | None = None) -> None:
     """Print one line to `stream` (default: stdout).
 
-    All that is printed goes through here, but for the display of a run and the bars of tools on a terminal. Whatever
-    names the text contains, it is one line, and no command to the terminal: see `one_line`. A closed pipe or a full
-    disk does not raise an error.
+    All that is printed goes through here, but for tables, bars and the display of a run on a terminal. Whatever names
+    the text contains, it is one line, and no command to the terminal: see `one_line`. A closed pipe or a full disk does
+    not raise an error.
     """
     stream = stream or sys.stdout
     try:

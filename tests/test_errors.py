@@ -71,6 +71,7 @@ def test_names_of_any_language_stay_as_they_are(name: str) -> None:
 
 
 OF_ITS_OWN = {
+    "cli/common.py": "cells",
     "errors.py": "print_line itself",
     "cli/help.py": "the script of a shell, of our own words alone",
 }

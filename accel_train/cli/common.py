@@ -14,7 +14,7 @@ from accel_train import __version__
 from accel_train.config.declaration import RECIPE_WORD
 from accel_train.config.options import CommandOptions
 from accel_train.config.schema import option_types
-from accel_train.errors import one_line, print_line
+from accel_train.errors import is_terminal, one_line, print_line
 from accel_train.launch.environment import is_first_process
 
 
@@ -58,13 +58,33 @@ class WeightsOptions(CommandOptions):
     """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
 
+SHORT = 24  # characters: a column of cells up to this width is never wrapped
+
+
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[str] = ()) -> None:
-    """Print a table as whole, aligned columns. `numbers`: the titles of those that are aligned on the right."""
+    """Print a table: with wrapped cells on a terminal, elsewhere as whole, aligned columns for grep and cut.
+
+    `numbers`: the titles of the columns that are aligned on the right.
+    """
     head, rows = [one_line(title) for title in head], [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    for row in [head, *rows]:
-        cells = (
-            cell.rjust(width) if title in numbers else cell.ljust(width)
-            for cell, width, title in zip(row, widths, head, strict=True)
-        )
-        print_line("  ".join(cells).rstrip())
+    if not is_terminal(sys.stdout):
+        for row in [head, *rows]:
+            cells = (
+                cell.rjust(width) if title in numbers else cell.ljust(width)
+                for cell, width, title in zip(row, widths, head, strict=True)
+            )
+            print_line("  ".join(cells).rstrip())
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for i, title in enumerate(head):
+        justify = "right" if title in numbers else "left"
+        table.add_column(title, justify=justify, no_wrap=widths[i] <= SHORT, overflow="fold")  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(*map(Text, row))  # Text, so that a "[b]" in a name is not read as markup
+    console.print(table)
