@@ -21,17 +21,16 @@ from accel_train.checkpoint.directory import Snapshot
 from accel_train.checkpoint.state_dict import check_same_model, named_tensors
 from accel_train.checkpoint.store import CheckpointStore, RestorePlan
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.data.order.plan import Plan, accumulation_steps
-from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, TrainingSampler
+from accel_train.data.order import EvaluationSampler, IndexBatch, Plan, TrainingSampler, accumulation_steps
 from accel_train.errors import LOGGER, UnsavedError, UserError, first_of, print_logged
 from accel_train.exact_sum import ExactGradients, exact_sum
-from accel_train.keyed import hashed, key, uniform, uniforms
+from accel_train.keyed import hashed, key, seed_pass, uniform, uniforms
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.agreement import broadcast_from_main, check_agreement, check_shared_directory, end_world
 from accel_train.launch.environment import prepare_environment, print_error
 from accel_train.launch.stopping import StopAskedError, StopRequests
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
-from accel_train.optim.bitwise import compute_deterministically, seed_pass, what_bits_depend_on
+from accel_train.optim.bitwise import compute_deterministically, what_bits_depend_on
 from accel_train.optim.performance import set_defaults
 from accel_train.ownership.lease import Claim, LostError, claim_run
 

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from accel_train import models
 from accel_train.config.schema import Config
-from accel_train.data.order.plan import Plan
+from accel_train.data.order import Plan
 from accel_train.evaluate import Batch
 from accel_train.exact_sum import ExactGradients
+from accel_train.keyed import seed_pass
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions
 from accel_train.models.trial import kept_buffers
 from accel_train.models.verdict import Verdict
-from accel_train.optim.bitwise import seed_pass
 
 if TYPE_CHECKING:
     from accel_train.optim.ema import Ema

@@ -8,7 +8,7 @@ are the same program. A run gives the same result on any number of processes: se
 
 What `train` uses is in these packages:
 
-    the order of samples    data/order/samplers.py      the learning rate    optim/schedule.py
+    the order of samples    data/order.py               the learning rate    optim/schedule.py
     forward and backward    step.py                     metrics              task.py; your own: records/metrics.py
     checkpoints             checkpoint/store.py         an evaluation        evaluate.py
     their commit            checkpoint/directory.py     who owns a run       ownership/lease.py
@@ -119,13 +119,12 @@ def train_epoch(setup: TrainingSetup, run: Run) -> None:
     run.stopwatch.start()
     for micro_batches in grouped(run.batches(), setup.plan.accumulation):
         samples = sampler.real_samples(state.epoch_samples)  # how many, without padding
-        lr = setup.schedule.highest_lr  # of all parameter groups, for the log
         applied = update(setup, run, micro_batches, samples)
         run.count_update(samples, applied=applied)
         due = run.due()
         if due.log:
             run.guard.check_previous()  # an update with a NaN or infinite loss or gradient is never logged or saved
-            run.log_update(lr)
+            run.log_update()
         if due.stop:
             raise StopAskedError
         if due.evaluate:

@@ -18,8 +18,7 @@ from accel_train import models
 from accel_train.checkpoint.own_optimizer import with_own_optimizer
 from accel_train.config.schema import Config
 from accel_train.data.loading import InputPipeline, create_input
-from accel_train.data.order.plan import Plan, create_plan, divide_batch
-from accel_train.data.order.samplers import TrainingSampler
+from accel_train.data.order import Plan, TrainingSampler, create_plan, divide_batch
 from accel_train.data.sources.load import Splits
 from accel_train.errors import UserError, counted
 from accel_train.launch.accelerator import collective_seconds, create_accelerator, start_seconds

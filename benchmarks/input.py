@@ -36,8 +36,7 @@ from torchvision import transforms  # noqa: E402
 from accel_train.cli.common import print_table  # noqa: E402
 from accel_train.config.schema import Augment, Config, Data  # noqa: E402
 from accel_train.data.loading import create_input_pipeline, create_loader  # noqa: E402
-from accel_train.data.order.plan import Plan  # noqa: E402
-from accel_train.data.order.samplers import TrainingSampler  # noqa: E402
+from accel_train.data.order import Plan, TrainingSampler  # noqa: E402
 from accel_train.data.sources.files.images import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
 from accel_train.data.sources.load import load_splits  # noqa: E402
 from accel_train.data.transforms.batch import BatchTransform  # noqa: E402

@@ -17,8 +17,7 @@ from accelerate import Accelerator
 from accel_train import models
 from accel_train.config.schema import Augment, Config, Data, Model
 from accel_train.data.loading import create_input_pipeline, create_loader
-from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
+from accel_train.data.order import EvaluationSampler, Plan, TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.evaluate import evaluate
 from accel_train.launch.accelerator import create_accelerator

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from accel_train.config.schema import Augment
 from accel_train.data.loading import create_loader
-from accel_train.data.order.samplers import IndexSampler
+from accel_train.data.order import IndexSampler
 from accel_train.data.sources.splits import Source, has_one_size
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.parameters import transforms_each_image

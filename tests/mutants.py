@@ -48,7 +48,7 @@ DIRECTORY, STORE, STATE = "checkpoint/directory.py", "checkpoint/store.py", "che
 LEASE, OWNER = "ownership/lease.py", "ownership/owner.py"
 START, NONFINITE = "run/start.py", "run/nonfinite.py"
 RUN, WATCHDOG = "run/run.py", "run/watchdog.py"
-PLAN, SAMPLERS = "data/order/plan.py", "data/order/samplers.py"
+PLAN, SAMPLERS = "data/order.py", "data/order.py"
 PARAMETERS, BATCH, IMAGE = (f"data/transforms/{name}.py" for name in ("parameters", "batch", "image"))
 TASK, METRICS, EVALUATE, RECORDS = "task.py", "records/metrics.py", "evaluate.py", "records/directory.py"
 VIRTUAL, KEYS = "models/batchnorm.py", "models/dropout.py"
@@ -193,29 +193,29 @@ MUTANTS = [
            "run/test_signs_of_life.py", "the first reason for the end of a run is the one that all tell"),
     # The order of the data
     Mutant(PLAN, "return min(self.batch_size, self.samples - position)", "return self.batch_size",
-           "data/order/test_order.py", "the mean gradient is over the samples that are really in the batch"),
+           "data/test_order.py", "the mean gradient is over the samples that are really in the batch"),
     Mutant(PLAN, "    return slots // max(fitting)", "    return slots // min(fitting)",
-           "data/order/test_order.py", "the largest micro-batch that fits is used"),
+           "data/test_order.py", "the largest micro-batch that fits is used"),
     Mutant(PLAN, "for units in divisors(share // unit)]", "for units in range(1, share // unit + 1)]",
-           "data/order/test_order.py", "a batch is divided without a rest"),
+           "data/test_order.py", "a batch is divided without a rest"),
     Mutant(SAMPLERS, "(self.filled[slots % plan.slots] & (positions < plan.samples))", "(self.filled[slots % plan.slots] & (positions <= plan.samples))",
-           "data/order/test_order.py", "padding has weight 0"),
+           "data/test_order.py", "padding has weight 0"),
     Mutant(SAMPLERS, "(self.filled[slots % plan.slots] & (positions < plan.samples))", "(positions < plan.samples)",
-           "data/order/test_order.py", "an empty slot has weight 0"),
+           "data/test_order.py", "an empty slot has weight 0"),
     Mutant(SAMPLERS, "key(self.seed, self.epoch, \"order\")", "key(self.seed, \"order\")",
-           "data/order/test_order.py", "each epoch has an order of its own"),
+           "data/test_order.py", "each epoch has an order of its own"),
     Mutant(SAMPLERS, "weights[skipped], ids[skipped] = 0.0, self.substitute", "ids[skipped] = self.substitute",
-           "data/order/test_order.py", "an unreadable sample becomes padding"),
-    Mutant("data/order/samplers.py", "key(self.seed, epoch, \"shards\")", "key(self.seed, \"shards\")",
-           "data/order/test_shards.py", "each epoch has an order of shards of its own"),
+           "data/test_order.py", "an unreadable sample becomes padding"),
+    Mutant("data/order.py", "key(self.seed, epoch, \"shards\")", "key(self.seed, \"shards\")",
+           "data/test_shards.py", "each epoch has an order of shards of its own"),
     Mutant("data/sources/staging.py", "else self.look_at(file.name) == file):", "else True):",
            "data/sources/test_staging.py", "a shard that changes while it is copied is refused"),
     Mutant("data/sources/staging.py", "if start + len(piece) > file.size:", "if False:",
            "data/sources/test_staging.py", "a body that is longer than announced ends the transfer"),
     Mutant(SAMPLERS, "self.ids if self.positions is None else self.positions)", "self.ids)",
-           "data/order/test_drawing.py", "a sample that is drawn twice is augmented in two ways"),
-    Mutant("data/order/samplers.py", "weights = 1 / labels.bincount().double()[labels]", "weights = 1 / labels.bincount().double()[labels].sqrt()",
-           "data/order/test_drawing.py", "balanced: each class is drawn equally often"),
+           "data/test_drawing.py", "a sample that is drawn twice is augmented in two ways"),
+    Mutant("data/order.py", "weights = 1 / labels.bincount().double()[labels]", "weights = 1 / labels.bincount().double()[labels].sqrt()",
+           "data/test_drawing.py", "balanced: each class is drawn equally often"),
     # Transforms
     Mutant(PARAMETERS, "(draws[3 + axis] * self.size).floor() - (side", "(draws[3] * self.size).floor() - (side",
            "data/transforms/test_boxes.py", "CutMix: boxes are everywhere, not only on the diagonal"),

@@ -25,7 +25,7 @@ def test_each_mutant_changes_a_fragment_that_its_file_has_once() -> None:
 
 
 def test_the_tests_are_those_of_the_room_or_the_mutant_says_why() -> None:
-    """A file of accel_train/data/order is tested in tests/data/order, one of accel_train itself in tests/."""
+    """A file of accel_train/data/sources is tested in tests/data/sources, one of accel_train itself in tests/."""
     for mutant in MUTANTS:
         folders = [TESTS / folder for folder in Path(mutant.file).parents]
         room = next(folder for folder in folders if list(folder.glob("test_*.py")))

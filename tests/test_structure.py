@@ -32,7 +32,7 @@ ABOVE = ("cli", "api", "__main__")
 
 @functools.cache
 def modules() -> dict[str, ast.Module]:
-    """Return each file's module name, such as "data.order.plan", and its syntax tree."""
+    """Return each file's module name, such as "data.order", and its syntax tree."""
     return {
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
         for path in sorted(PACKAGE.rglob("*.py"))

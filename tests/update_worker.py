@@ -14,7 +14,7 @@ import torch
 from accel_train import models, training_setup
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.options import parse
-from accel_train.data.order.plan import share
+from accel_train.data.order import share
 from accel_train.data.sources.load import load_splits
 from accel_train.launch.environment import prepare_environment
 from accel_train.records.events import Stream

@@ -58,7 +58,7 @@ from accel_train.config.compatibility import (
     learning_fingerprint,
 )
 from accel_train.config.schema import Config, as_dict
-from accel_train.data.order.plan import create_plan
+from accel_train.data.order import create_plan
 from accel_train.errors import UserError, reason_of
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.optim.bitwise import what_bits_depend_on

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config.schema import Config
-from accel_train.data.order.plan import Plan
+from accel_train.data.order import Plan
 from accel_train.errors import UserError
 from accel_train.untrusted import LARGEST, is_count, is_number
 

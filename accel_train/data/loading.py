@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 from accel_train.config.checks import check_channels, check_resize
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.memory import PLACES, MemoryLoader, Place, choose_place
-from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import (
+from accel_train.data.order import (
     EvaluationSampler,
     IndexSampler,
+    Plan,
     ShardOrder,
     TrainingSampler,
     create_draws,

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from accel_train.data.order.samplers import IndexSampler
+from accel_train.data.order import IndexSampler
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.transforms.parameters import AugmentParameters

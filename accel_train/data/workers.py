@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from accel_train.data.order.samplers import IndexBatch
+from accel_train.data.order import IndexBatch
 from accel_train.data.sources.files.images import EncodedImages, LazyImage
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.sources.user import UserDataset

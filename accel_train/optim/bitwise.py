@@ -1,8 +1,7 @@
-"""What `--bitwise true` needs besides exact sums: deterministic kernels, the random numbers of a virtual batch, and to
-know what the bits depend on.
+"""What `--bitwise true` needs besides exact sums: deterministic kernels, and to know what the bits depend on.
 
 A kernel's result depends on the shapes, the kind of device, the libraries and, on a CPU, the number of threads. The
-shapes are those of one virtual batch (data/order/plan.py). The rest is recorded in each checkpoint, and compared
+shapes are those of one virtual batch (data/order.py). The rest is recorded in each checkpoint, and compared
 between the processes and at each start.
 
 Some layers have no deterministic kernel on CUDA (docs.pytorch.org/docs/stable/generated/
@@ -13,13 +12,11 @@ the first backward pass of such a layer, so one is tried before the run.
 from __future__ import annotations
 
 import os
-import random
 import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -28,7 +25,6 @@ from torch import Tensor, nn
 
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
-from accel_train.keyed import key
 from accel_train.launch.accelerator import precision
 from accel_train.models.trial import different_images, restored
 
@@ -70,27 +66,6 @@ def _check(accelerator: Accelerator, what: str) -> None:
         obstacle = f"{device} devices have no float64, which the exact sums need: use a CPU or an NVIDIA or AMD GPU"
     if obstacle is not None:
         raise UserError(f"{what}: {obstacle}.")
-
-
-def seed_pass(seed: int, accelerator: Accelerator, update: int, number: int, *, bitwise: bool = True) -> None:
-    """Seed what a model may draw from in forward pass `number` of this process in `update`: a restart draws the same.
-
-    `bitwise`: the pass is one virtual batch, and the seed follows from its number in the update, in which the
-    processes take turns (data/order/plan.py): so all that a model draws is the same on any number of processes, also
-    from NumPy's and Python's generators.
-    """
-    process, processes = accelerator.process_index, accelerator.num_processes
-    if bitwise:
-        process, number = 0, number * processes + process  # as on one process without --bitwise
-    word = key(seed, "dropout", update, process, number)
-    # torch.manual_seed seeds the generators of all kinds of devices, present or not. That takes 0.1 to 0.4 ms, as long
-    # as an update of a small network on a GPU.
-    torch.default_generator.manual_seed(word)
-    if accelerator.device.type != "cpu":
-        torch.get_device_module(accelerator.device).manual_seed(word)
-    if bitwise:
-        np.random.seed(word % 2**32)
-        random.seed(word)
 
 
 def what_bits_depend_on(accelerator: Accelerator) -> dict[str, str]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from accel_train.config.schema import Model
-from accel_train.data.order.plan import Plan
+from accel_train.data.order import Plan
 from accel_train.errors import UserError, counted
 from accel_train.launch.accelerator import use_tf32
 from accel_train.models.trial import restored
@@ -41,7 +41,7 @@ def set_defaults(device: torch.device) -> None:
     if device.type == "cpu":
         _keep_freed_memory()
     if device.type == "cuda":
-        # All batches have one shape (data/order/plan.py), so cuDNN searches for the fastest convolutions only once.
+        # All batches have one shape (data/order.py), so cuDNN searches for the fastest convolutions only once.
         torch.backends.cudnn.benchmark = True
         use_tf32()
 
@@ -177,6 +177,22 @@ def _taps(length: int, kernel: int, stride: int, padding: int) -> tuple[int, int
     if first >= end or (length + 2 * left - (end - first)) // stride + 1 != outputs:
         return 0, kernel, padding
     return first, end, left
+
+
+def zero_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Set the momentum of fused SGD to zeros before a parameter's first step. The result of that step is the same.
+
+    torch makes it of memory that nobody has written to, for the first step to fill. If the kernel leaves that step out
+    (found_inf: an overflow under fp16, as happens at first) it would stay as it is. And it fails if only some
+    parameters have theirs: if the others had no gradient in the steps before.
+    """
+    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return
+    for group in optimizer.param_groups:
+        if group["momentum"]:
+            for parameter in group["params"]:
+                if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

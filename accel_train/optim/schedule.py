@@ -91,6 +91,8 @@ class LearningRate:
         self.base_values = [float(group["initial_lr"]) for group in optimizer.param_groups]
         self.update = 0
         """The update, counted from 0, whose rates the optimizer has."""
+        self.last_lr = 0.0
+        """The highest learning rate of all parameter groups in the update before that."""
         self.step_update(0)
 
     def _rate(self, t: int, base: float) -> float:
@@ -133,15 +135,11 @@ class LearningRate:
 
     def step_update(self, update: int) -> None:
         """Set the learning rate of update number `update`, counted from 0."""
+        self.last_lr = max(float(group["lr"]) for group in self.optimizer.param_groups)
         self.update = update
         update = update // self.interval * self.interval
         for group, base in zip(self.optimizer.param_groups, self.base_values, strict=True):
             group["lr"] = self._rate(update, base) * group.get("lr_scale", 1.0)
-
-    @property
-    def highest_lr(self) -> float:
-        """The highest learning rate of all parameter groups, of the update that comes next."""
-        return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def step(self, epoch: int, metric: float) -> None:
         """Record the value `metric` after `epoch` epochs, higher if better; the next update's rate follows from it."""

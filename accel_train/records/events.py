@@ -74,7 +74,7 @@ class Started(Event):
 
 @dataclass(frozen=True)
 class UpdateDone(Event):
-    """An update is done, or skipped."""
+    """An update is done, or skipped. With observers each one is told, else some of them: see run/run.py."""
 
     update: int
     epoch: int

@@ -17,7 +17,7 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import FORMAT, learning_settings
 from accel_train.config.declaration import BEST_METRICS
 from accel_train.config.schema import Config, value
-from accel_train.data.order.plan import Plan
+from accel_train.data.order import Plan
 from accel_train.data.sources.load import resolve_mean_std
 from accel_train.data.sources.splits import Splits, count_classes, has_one_size
 from accel_train.errors import UserError, counted

@@ -5,6 +5,7 @@ Finished or interrupted: all that it should leave is written, or UnsavedError is
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -71,6 +72,9 @@ from accel_train.run.start import restore
 from accel_train.run.watchdog import Watchdog
 from accel_train.training_setup import TrainingSetup
 from accel_train.untrusted import read_json_object
+
+TELL_SECONDS = 0.2
+"""Between two updates of which the sinks are told: more often only of those with a line of the log, or an observer."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,8 @@ class Run:
         )
         self.pace = self.console.pace
         self._last_eval = time.monotonic()  # the end of the last evaluation
+        self._tell_seconds = 0.0 if observers else TELL_SECONDS
+        self._told = -math.inf  # when the sinks were told of an update for the last time
         self._failures = 0  # failed saves that the user has been warned of
         self.sinks = create_sinks(setup, self.directory, self.console, self.ledger, observers, requests)
         self.emit = Stream(self.sinks).emit
@@ -243,18 +249,21 @@ class Run:
         ends_epoch = self.setup.plan.updates_left(state.epoch, state.epoch_samples) == 0
         evaluates = config.eval_every_updates is not None and state.update % config.eval_every_updates == 0
         log = stop or self.save_is_due or evaluates or ends_epoch or state.update % config.log_every_updates == 0
-        self.emit(UpdateDone(state.update, state.epoch + 1, self.pace.eta_seconds, log))
+        now = time.monotonic()
+        if log or now - self._told >= self._tell_seconds:
+            self._told = now
+            self.emit(UpdateDone(state.update, state.epoch + 1, self.pace.eta_seconds, log))
         if self.checkpoints.committed or len(self.checkpoints.failures) > self._failures:
             self.report_saves()
         return Due(stop, evaluates and not ends_epoch, self.save_is_due and not ends_epoch, log)
 
-    def log_update(self, lr: float) -> None:
-        """Log the training metrics since the last line; `lr`: the highest rate of the last step. Collective."""
+    def log_update(self) -> None:
+        """Log the training metrics since the last line. Collective."""
         state = self.state
         sums = self.meter.reduce()
         state.add_metrics(sums.totals, sums.samples)
         seconds, speed = self.stopwatch.speed(sums)
-        values = {**sums.means, "lr": lr, **speed}
+        values = {**sums.means, "lr": self.setup.schedule.last_lr, **speed}
         self.emit(Logged(state.update, self._epoch, seconds, values, self.pace.eta_seconds))
 
     def log_epoch(self) -> None:

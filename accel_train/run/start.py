@@ -24,7 +24,7 @@ from accel_train.checkpoint.store import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import END_KEYS, affects_learning, check_format, differences, learning_fingerprint
 from accel_train.config.schema import Config, Origin
-from accel_train.data.order.samplers import create_draws
+from accel_train.data.order import create_draws
 from accel_train.data.sources.load import Splits, splits_of
 from accel_train.errors import UserError, counted
 from accel_train.files import sha256

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from accel_train import models
 from accel_train.config.schema import Config, Stop
-from accel_train.data.order.plan import NO_END
+from accel_train.data.order import NO_END
 from accel_train.data.sources.load import Splits, splits_of
 from accel_train.errors import LOGGER, writing
 from accel_train.launch.accelerator import precision

@@ -26,7 +26,7 @@ from accel_train.checkpoint.reading import RunWeights, weights_of_run
 from accel_train.checkpoint.state_dict import broadcast_weights, named_tensors
 from accel_train.config.schema import Config, as_dict
 from accel_train.data.loading import create_input_pipeline, evaluation_batch_size
-from accel_train.data.order.samplers import EvaluationSampler
+from accel_train.data.order import EvaluationSampler
 from accel_train.data.sources.load import Source, Splits, splits_of
 from accel_train.errors import LOGGER, UserError, counted, first_of
 from accel_train.evaluate import evaluate

@@ -9,7 +9,7 @@ import pytest
 
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config, Stop
-from accel_train.data.order.plan import Plan, create_plan
+from accel_train.data.order import Plan, create_plan
 
 
 @pytest.mark.parametrize("lower", [False, True])

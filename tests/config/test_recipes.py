@@ -13,7 +13,7 @@ from PIL import Image
 from accel_train.config.options import parse
 from accel_train.config.recipe import RECIPES, recipe_names
 from accel_train.data.loading import create_input_pipeline
-from accel_train.data.order.samplers import EvaluationSampler
+from accel_train.data.order import EvaluationSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch

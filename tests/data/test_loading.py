@@ -10,8 +10,7 @@ from loaders import loader_of
 from PIL import Image
 
 from accel_train.config.schema import Augment, Data
-from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
+from accel_train.data.order import EvaluationSampler, Plan, TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
 from accel_train.launch.process import share_of_cores

@@ -14,8 +14,7 @@ from accel_train.config.schema import Augment, Config, Data
 from accel_train.data import loading, memory
 from accel_train.data.loading import InputPipeline, create_input_pipeline
 from accel_train.data.memory import MemoryLoader, choose_place
-from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
+from accel_train.data.order import EvaluationSampler, Plan, TrainingSampler
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits, subset
@@ -176,8 +175,8 @@ def test_an_interpreter_ends_although_a_loader_with_workers_is_still_there() -> 
         "import torch\n"
         "from loaders import loader_of\n"
         "from accel_train.config.schema import Augment, Data\n"
-        "from accel_train.data.order.plan import Plan\n"
-        "from accel_train.data.order.samplers import TrainingSampler\n"
+        "from accel_train.data.order import Plan\n"
+        "from accel_train.data.order import TrainingSampler\n"
         "from accel_train.data.sources.load import load_splits\n"
         "source = load_splits(Data(), 0).train\n"
         "order = TrainingSampler(Plan(len(source), 32, 1, 1), 0)\n"

@@ -33,7 +33,7 @@ from accel_train.data.worker_processes import WorkerContext, end_with_trainer
 from accel_train.data.sources.arrays import Synthetic
 if __name__ != "__main__":
     open("imported-again", "w").close()
-from accel_train.data.order.samplers import EvaluationSampler
+from accel_train.data.order import EvaluationSampler
 source = Synthetic("train", 0, 64, channels=1, size=8)
 loader = DataLoader(
     workers.BatchDataset(source, None, 0), batch_sampler=EvaluationSampler(64, 8), collate_fn=workers.no_collate,

@@ -155,13 +155,14 @@ def test_two_processes_then_one_then_four(tmp_path: Path, launcher: bool) -> Non
     assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"], rel=1e-5)
 
 
-# What the package itself does, with a sink more that ends the process by a signal when it is told of an event.
+# What the package itself does, with a sink more that ends the process by a signal when it is told of an event, and here
+# it is told of each update.
 STRUCK = """
 import os, signal, sys
 from accel_train.cli import main
 from accel_train.run import run
 number, kinds, update, name = int(sys.argv[1]), sys.argv[2].split(" or "), int(sys.argv[3]), sys.argv[4]
-create = run.create_sinks
+create, run.TELL_SECONDS = run.create_sinks, 0.0
 
 class Striker:
     def handle(self, event):

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from accel_train.checkpoint.directory import list_updates
 from accel_train.cli import main
 from accel_train.config.schema import Config, Data
-from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import TrainingSampler, create_draws
+from accel_train.data.order import Plan, TrainingSampler, create_draws
 from accel_train.data.sources.load import load_splits
 
 WORDS = "digits --batch-size 8 --epochs 2 --model.image-size 8 --augment.crop resized --augment.flip 0.5"

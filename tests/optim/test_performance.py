@@ -17,7 +17,7 @@ from torch import nn
 
 from accel_train import models
 from accel_train.config.schema import Model
-from accel_train.data.order.plan import Plan
+from accel_train.data.order import Plan
 from accel_train.errors import UserError
 from accel_train.optim.performance import (
     PaddingAwareConv2d,

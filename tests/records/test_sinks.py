@@ -29,7 +29,8 @@ from accel_train.records.events import (
 from accel_train.records.trackers import Trackers
 from accel_train.run.run import create_sinks
 
-# What the package itself does, with a sink more that ends the process by SIGKILL. The ledger is written at each update.
+# What the package itself does, with a sink more that ends the process by SIGKILL. The sinks are told of each
+# update, and the ledger is written then.
 KILLED = """
 import os, signal, sys
 from accel_train.cli import main
@@ -37,7 +38,7 @@ from accel_train.records import events
 from accel_train.records import cost as ledger
 from accel_train.run import run
 kind, place, count = getattr(events, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-create, ledger.STATUS_SECONDS = run.create_sinks, 0.0
+create, ledger.STATUS_SECONDS, run.TELL_SECONDS = run.create_sinks, 0.0, 0.0
 
 class Killer:
     left = count

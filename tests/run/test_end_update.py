@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -10,7 +11,7 @@ import pytest
 
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Checkpoint, Config
-from accel_train.data.order.plan import NO_END, Plan
+from accel_train.data.order import NO_END, Plan
 from accel_train.records.events import UpdateDone
 from accel_train.run.run import Run
 
@@ -31,6 +32,7 @@ def run_at(
     run.setup = Mock(plan=Plan(95, 10, 1, 1, updates=ends))
     for name in ("meter", "stopwatch", "ledger", "pace", "emit", "watchdog"):
         setattr(run, name, Mock())
+    run._told, run._tell_seconds = 0.0, 0.0
     run.checkpoints, run._failures = Mock(committed=[], failures=[]), 0
     run.stop_requests = SimpleNamespace(poll=lambda: (stop, save))  # type: ignore[assignment]
     run.guard = Mock()
@@ -69,6 +71,20 @@ def test_what_the_loop_has_to_do(update: int, asked: dict[str, Any], then: str, 
     assert event.line_due == logged
     assert run.state.update == update + 1
     assert run.save_is_due == (asked.get("save", False) or asked.get("every") == 2)
+
+
+def test_the_sinks_are_told_of_an_update_with_a_line_of_the_log_and_of_others_from_time_to_time() -> None:
+    run = run_at(0)
+    run._tell_seconds = math.inf
+    told = []
+    for _ in range(8):
+        run.count_update(10, applied=True)
+        run.due()
+        told += [call.args[0].update for call in run.emit.call_args_list]
+        run.emit.reset_mock()
+        if run.state.update == 5:
+            run._tell_seconds = 0.0
+    assert told == [4, 6, 7, 8]
 
 
 @pytest.mark.parametrize(("applied", "left_out", "seen"), [(True, 2, 8), (False, 10, 0)])

@@ -20,7 +20,7 @@ from torch import nn
 from accel_train import cli
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
-from accel_train.data.order.samplers import EvaluationSampler
+from accel_train.data.order import EvaluationSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.tools import load_run

@@ -17,7 +17,7 @@ from torch import Tensor
 from accel_train import models
 from accel_train.config.schema import Augment, Config
 from accel_train.data.loading import create_input_pipeline
-from accel_train.data.order.samplers import IndexBatch, IndexSampler
+from accel_train.data.order import IndexBatch, IndexSampler
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError, writing
 from accel_train.files import atomic_replacement, check_writable

@@ -13,8 +13,7 @@ import torch
 from loaders import loader_of
 
 from accel_train.config.schema import Augment, Data
-from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import TrainingSampler
+from accel_train.data.order import Plan, TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
 from accel_train.data.sources.user import UserDataset

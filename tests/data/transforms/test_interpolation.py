@@ -14,8 +14,7 @@ from torchvision.transforms import v2
 from accel_train.config.checks import check_channels
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
-from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
+from accel_train.data.order import EvaluationSampler, Plan, TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.image import ImageTransform

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from accel_train.config.checks import divisors
 from accel_train.config.options import parse
-from accel_train.data.order.plan import Plan, accumulation_steps, divide_batch, micro_batch_sizes, virtual_batch_size
-from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, TrainingSampler
+from accel_train.data.order import (
+    EvaluationSampler,
+    IndexBatch,
+    Plan,
+    TrainingSampler,
+    accumulation_steps,
+    divide_batch,
+    micro_batch_sizes,
+    virtual_batch_size,
+)
 from accel_train.errors import UserError
 from accel_train.keyed import key, permuted
 

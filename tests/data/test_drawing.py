@@ -8,8 +8,7 @@ from scipy.stats import chisquare
 
 from accel_train.config.schema import Config, Data
 from accel_train.data.memory import MemoryLoader
-from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import Draws, IndexBatch, TrainingSampler, create_draws
+from accel_train.data.order import Draws, IndexBatch, Plan, TrainingSampler, create_draws
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.errors import UserError
 from accel_train.launch.accelerator import create_accelerator

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from loaders import loader_of
 
 from accel_train.config.schema import Augment, Config
-from accel_train.data.order.plan import Plan, divide_batch, epoch_length
-from accel_train.data.order.samplers import TrainingSampler
+from accel_train.data.order import Plan, TrainingSampler, divide_batch, epoch_length
 from accel_train.data.sources.arrays import Synthetic
 from accel_train.keyed import key, permuted
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.data.order.plan import Plan, epoch_length
-from accel_train.data.order.samplers import IndexBatch, ShardOrder, TrainingSampler, shard_bounds
+from accel_train.data.order import IndexBatch, Plan, ShardOrder, TrainingSampler, epoch_length, shard_bounds
 
 
 def sampler_of(

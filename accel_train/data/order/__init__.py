@@ -1,1 +1,0 @@
-"""The order of the samples, and the random numbers of each sample."""
