@@ -5,7 +5,7 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
+import time
 from pathlib import Path
 
 import helpers
@@ -59,10 +59,10 @@ def test_killed_at_any_moment_what_is_visible_is_whole_and_nothing_is_lost(tmp_p
     generator = random.Random(0)
     for _ in range(kills):
         log = tmp_path / "log"
-        with log.open("w") as out:
-            process = subprocess.Popen([sys.executable, "-c", COMMITTING, str(folder)], stdout=out)
+        with log.open("wb") as out:
+            process = helpers.forked(("-c", COMMITTING, folder), 1, helpers.environment(), out, out)
             while not log.read_text() and process.poll() is None:  # until the first one is committed
-                pass
+                time.sleep(0.005)
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(generator.uniform(0, 0.15))
             process.send_signal(signal.SIGKILL)
