@@ -175,7 +175,7 @@ def test_a_failed_run_fails_though_pbsdsh_does_not_say_so(tmp_path: Path) -> Non
     wrong = train(tmp_path, TRAIN="digits --epochs nonsense", **CPU)
     assert wrong.returncode == 2, wrong.stdout + wrong.stderr
     assert "failed with exit code 2" in wrong.stderr and "Correct what it says and submit the job" in wrong.stderr
-    assert "pbsdsh: task 0x00000000 exit status" in wrong.stdout
+    assert "pbsdsh: task" not in wrong.stdout  # each node's shell ends with 0, and leaves the code in a file
     # of a run that had begun, the settings that it had then
     run = tmp_path / "my run"
     run.mkdir()

@@ -165,7 +165,7 @@ error.higher_is_better = False
     assert (found["stopped_by"], found["epochs"]) == ("patience", 6)
     assert (found["best_value"], found["best_update"], found["best_metric"]) == (0.5, 20, "error")
     assert [line["error"] for line in evaluations(run, "val")] == [None, 0.5, None, 0.6, 0.5, 0.7]
-    assert "after 4 epochs without a better val error (best: 0.5000 after update 20)" in done.stdout
+    assert "by --stop.patience-epochs 4\n" in done.stdout and "best val error  0.5000 after epoch 2;" in done.stdout
 
 
 @pytest.mark.slow
