@@ -13,7 +13,6 @@ from torch import nn
 from accel_train.config.schema import Optim
 from accel_train.errors import UserError, nearest
 from accel_train.models import input_names, required_classifier
-from accel_train.optim.performance import zero_momentum
 from accel_train.user_code.reference import parse_reference
 
 # torch's optimizers that have a fused kernel, which updates all parameters at once, and the devices that have it. On
@@ -75,7 +74,7 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
         if optim.head_lr is not None:
             _scale_head(optimizer, model, optim.head_lr / optim.lr)
         if options.get("fused") and kind is torch.optim.SGD:
-            optimizer.register_step_pre_hook(zero_momentum)
+            optimizer.register_step_pre_hook(_zero_momentum)
     except (AssertionError, ImportError) as error:  # bitsandbytes or Apex
         raise UserError(f"optim.name: {optim.name} is not available in this environment: {error}") from error
     except ValueError as error:  # a value that the optimizer itself does not accept
@@ -217,3 +216,19 @@ def _separate(
         if own:
             (last if rest and at_end else groups).append({**group, **settings, "params": own})
     optimizer.param_groups[:] = [*groups, *last]
+
+
+def _zero_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Set the momentum of fused SGD to zeros before a parameter's first step. The result of that step is the same.
+
+    torch makes it of memory that nobody has written to, for the first step to fill. If the kernel leaves that step out
+    (found_inf: an overflow under fp16, as happens at first) it would stay as it is. And it fails if only some
+    parameters have theirs: if the others had no gradient in the steps before.
+    """
+    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return
+    for group in optimizer.param_groups:
+        if group["momentum"]:
+            for parameter in group["params"]:
+                if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)

@@ -179,22 +179,6 @@ def _taps(length: int, kernel: int, stride: int, padding: int) -> tuple[int, int
     return first, end, left
 
 
-def zero_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Set the momentum of fused SGD to zeros before a parameter's first step. The result of that step is the same.
-
-    torch makes it of memory that nobody has written to, for the first step to fill. If the kernel leaves that step out
-    (found_inf: an overflow under fp16, as happens at first) it would stay as it is. And it fails if only some
-    parameters have theirs: if the others had no gradient in the steps before.
-    """
-    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
-        return
-    for group in optimizer.param_groups:
-        if group["momentum"]:
-            for parameter in group["params"]:
-                if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the device has too little memory."""
     if isinstance(error, torch.OutOfMemoryError):
