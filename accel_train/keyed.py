@@ -147,12 +147,12 @@ def seed_pass(seed: int, accelerator: Accelerator, update: int, number: int, *, 
     word = key(seed, "dropout", update, process, number)
     # torch.manual_seed seeds the generators of all kinds of devices, present or not. That takes 0.1 to 0.4 ms, as long
     # as an update of a small network on a GPU.
-    torch.default_generator.manual_seed(word)
     if accelerator.device.type != "cpu":
         torch.get_device_module(accelerator.device).manual_seed(word)
     if bitwise:
-        np.random.seed(word % 2**32)
-        random.seed(word)
+        seed_generators(word)
+    else:
+        torch.default_generator.manual_seed(word)
 
 
 @contextmanager
