@@ -1,6 +1,6 @@
 """The order of samples: how an epoch is divided into updates, and which samples each batch has.
 
-All of it is a pure function of (seed, epoch, update), for any number of processes:
+All of it is a pure function of (seed, epoch, update), for any number of processes. The slots of an update:
 
     slots = processes x accumulation x micro_batch >= batch_size
 

@@ -74,7 +74,8 @@ from accel_train.training_setup import TrainingSetup
 from accel_train.untrusted import read_json_object
 
 TELL_SECONDS = 0.2
-"""Between two updates of which the sinks are told: more often only of those with a line of the log, or an observer."""
+"""After that time the sinks are told of an update again. They are told of each with a line of the log, too, and of all
+if there are observers."""
 
 
 @dataclass(frozen=True)
