@@ -20,8 +20,8 @@ from accel_train import cli
 from accel_train.checkpoint.reading import RunWeights
 from accel_train.config.recipe import read_recipe
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.folder import FileImages
-from accel_train.data.sources.files.index import SplitFiles, StringArray
+from accel_train.data.sources.folder import FileImages
+from accel_train.data.sources.index import SplitFiles, StringArray
 from accel_train.errors import UserError
 from accel_train.models.weights import read_state
 from accel_train.ownership.owner import read_owner
@@ -229,7 +229,7 @@ EXCEPTIONS = {
     "tools.shards": "a folder that it has just made",
     # Checked before
     "checkpoint.directory": "verify_files has found regular files", "checkpoint.reading": "require_regular_file",
-    "data.sources.files.tars": "tarfile of an opened file",
+    "data.sources.tars": "tarfile of an opened file",
     "user_code.loading": "the import of a user's own code",
     "data.sources.user": "the same",
     # Not yet

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from accel_train.data.order import IndexBatch
-from accel_train.data.sources.files.images import EncodedImages, LazyImage
+from accel_train.data.sources.images import EncodedImages, LazyImage
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.sources.user import UserDataset
 from accel_train.data.transforms.image import ImageTransform

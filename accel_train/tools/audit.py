@@ -30,7 +30,7 @@ from torch.nn.functional import interpolate
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.divide import check_own_list, default_list, divide, real, write_list
-from accel_train.data.sources.files.images import EncodedImages
+from accel_train.data.sources.images import EncodedImages
 from accel_train.data.sources.load import read_splits
 from accel_train.data.sources.splits import Source, Splits, count_classes, label_numbers, names_root, unwrap_subset
 from accel_train.errors import UserError, counted, first_of, writing

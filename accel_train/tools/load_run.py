@@ -22,8 +22,8 @@ from accel_train.config.options import given_keys, parse
 from accel_train.config.recipe import not_a_run
 from accel_train.config.schema import Augment, Config, Data, Model, value
 from accel_train.config.url import is_url
-from accel_train.data.sources.files.folder import find_images, ignored_text
-from accel_train.data.sources.files.images import ImageError, decode, read_image, to_tensor
+from accel_train.data.sources.folder import find_images, ignored_text
+from accel_train.data.sources.images import ImageError, decode, read_image, to_tensor
 from accel_train.data.sources.load import splits_of
 from accel_train.data.sources.splits import Splits
 from accel_train.data.transforms.batch import BatchTransform

@@ -1,4 +1,4 @@
-"""The work of `accel-train shards`: write a dataset as WebDataset shards, which sources/files/webdataset.py reads.
+"""The work of `accel-train shards`: write a dataset as WebDataset shards, which sources/webdataset.py reads.
 
 They are written into a folder beside OUTPUT, read back, and then this folder gets OUTPUT's name: so OUTPUT is complete
 or absent. A sample is two files of a tar file, KEY.jpg and KEY.cls.
@@ -27,12 +27,12 @@ from torch import Tensor
 from accel_train.config.declaration import bytes_of
 from accel_train.config.schema import Data
 from accel_train.config.url import is_url
-from accel_train.data.sources.files.folder import is_image
-from accel_train.data.sources.files.images import EncodedImages, ImageError, default_mean_std, to_image
-from accel_train.data.sources.files.tars import END, RAW_EXTENSIONS, raw_file
-from accel_train.data.sources.files.webdataset import SEPARATOR, index_of
+from accel_train.data.sources.folder import is_image
+from accel_train.data.sources.images import EncodedImages, ImageError, default_mean_std, to_image
 from accel_train.data.sources.load import Source, Splits, Subset, load_splits
 from accel_train.data.sources.splits import label_numbers, names_root, sample_keys, unwrap_subset
+from accel_train.data.sources.tars import END, RAW_EXTENSIONS, raw_file
+from accel_train.data.sources.webdataset import SEPARATOR, index_of
 from accel_train.data.transforms.image import resized_to_short_side
 from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import LOGGER, UserError

@@ -25,7 +25,7 @@ from accel_train.checkpoint.directory import BrokenError, checkpoint_path, list_
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.cli import main
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.webdataset import webdataset
+from accel_train.data.sources.webdataset import webdataset
 from accel_train.errors import UserError
 from accel_train.files import sha256
 

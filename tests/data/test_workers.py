@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.folder import FileImages
-from accel_train.data.sources.files.index import SplitFiles, StringArray
+from accel_train.data.sources.folder import FileImages
+from accel_train.data.sources.index import SplitFiles, StringArray
 from accel_train.data.workers import BatchDataset
 
 TRAINER = """

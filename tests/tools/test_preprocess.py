@@ -12,7 +12,7 @@ from prepared import prepare
 from torch import Tensor
 
 from accel_train.config.schema import Augment
-from accel_train.data.sources.files.images import decode
+from accel_train.data.sources.images import decode
 from accel_train.data.transforms.parameters import crop_fraction
 from accel_train.records.model_info import ModelInfo
 from accel_train.task import SEVERAL_LABELS

@@ -22,7 +22,7 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.url import is_url
-from accel_train.data.sources.files.images import check_command
+from accel_train.data.sources.images import check_command
 from accel_train.data.sources.splits import (
     Source,
     Splits,

@@ -27,9 +27,9 @@ IN_MEMORY = ("digits", *PUBLISHED, "synthetic")
 SYNTHETIC_SIZE = 32
 """Height and width of synthetic images, in pixels, where neither --model.image-size nor the model says it."""
 LOADERS = {
-    "folder": ("files.folder", "folder"),
-    "csv": ("files.table", "table"),
-    "wds": ("files.webdataset", "webdataset"),
+    "folder": ("folder", "folder"),
+    "csv": ("table", "table"),
+    "wds": ("webdataset", "webdataset"),
     "hfds/NAME": ("hub", "hub"),
 }
 """Name -> the module beside this one, and its function. It is imported when it is needed: many import much."""

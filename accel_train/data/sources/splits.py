@@ -14,7 +14,7 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.url import folder_of, is_url
-from accel_train.data.sources.files.images import default_mean_std
+from accel_train.data.sources.images import default_mean_std
 from accel_train.errors import UserError, first_of
 from accel_train.task import Task, task_of
 

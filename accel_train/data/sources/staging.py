@@ -40,7 +40,7 @@ from rich.progress import Progress
 
 from accel_train.config.schema import Data
 from accel_train.config.url import check_protocol, expanded, folder_of, is_url
-from accel_train.data.sources.files.webdataset import LISTS, listed_shards
+from accel_train.data.sources.webdataset import LISTS, listed_shards
 from accel_train.errors import LOGGER, UserError, counted, is_terminal, needing, reason_of, writing
 from accel_train.files import atomic_write, fsync, open_to_write, sha256
 from accel_train.launch.agreement import once_a_node

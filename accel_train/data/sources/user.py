@@ -25,7 +25,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset,
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.arrays import ArraySource
-from accel_train.data.sources.files.images import ImageError, default_mean_std, to_tensor
+from accel_train.data.sources.images import ImageError, default_mean_std, to_tensor
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, numbered, splits_of_files
 from accel_train.errors import LOGGER, UserError, first_of, nearest, print_line
 from accel_train.keyed import restored_generators, seed_generators

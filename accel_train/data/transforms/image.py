@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.config.schema import Augment
-from accel_train.data.sources.files.images import Box, LazyImage
+from accel_train.data.sources.images import Box, LazyImage
 from accel_train.data.sources.user import as_pixels, kind_of
 from accel_train.data.transforms.parameters import Stream, resize_default
 from accel_train.errors import UserError, reason_of

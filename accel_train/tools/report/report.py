@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from accel_train.config.schema import Config
-from accel_train.data.sources.files.images import to_image
+from accel_train.data.sources.images import to_image
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError, reason_of, writing
 from accel_train.files import atomic_write

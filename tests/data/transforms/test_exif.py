@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order import EvaluationSampler, Plan, TrainingSampler
-from accel_train.data.sources.files.images import LazyImage, decode
+from accel_train.data.sources.images import LazyImage, decode
 from accel_train.data.sources.load import load_splits
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch

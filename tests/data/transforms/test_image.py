@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional as F
 
 from accel_train.config.schema import Augment, Data
 from accel_train.data.order import Plan, TrainingSampler
-from accel_train.data.sources.files.images import LazyImage, decode
+from accel_train.data.sources.images import LazyImage, decode
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.data.transforms.image import ImageTransform, center_cropped, crop_boxes, resized_to_short_side
 from accel_train.data.transforms.parameters import resize_default

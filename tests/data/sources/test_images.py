@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.folder import FileImages, find_images
-from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, decode, to_tensor
-from accel_train.data.sources.files.index import SplitFiles, StringArray
+from accel_train.data.sources.folder import FileImages, find_images
+from accel_train.data.sources.images import MAX_PIXELS, ImageError, decode, to_tensor
+from accel_train.data.sources.index import SplitFiles, StringArray
 from accel_train.errors import UserError
 
 

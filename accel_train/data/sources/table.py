@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.folder import FileImages, existing_files
-from accel_train.data.sources.files.index import Index, SplitFiles, StringArray, indexed, splits_of_index
+from accel_train.data.sources.folder import FileImages, existing_files
+from accel_train.data.sources.index import Index, SplitFiles, StringArray, indexed, splits_of_index
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError, first_of, nearest, one_line
 from accel_train.untrusted import read_regular_file

@@ -22,8 +22,7 @@ from test_tars import image, pack, values
 
 from accel_train.config.schema import Data
 from accel_train.data import worker_processes
-from accel_train.data.sources import load
-from accel_train.data.sources.files import folder, index, table, webdataset
+from accel_train.data.sources import folder, index, load, table, webdataset
 from accel_train.data.sources.splits import Splits
 from accel_train.data.worker_processes import WorkerContext
 from accel_train.errors import UserError

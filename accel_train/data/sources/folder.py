@@ -15,8 +15,8 @@ import torch
 
 from accel_train.config.checks import check_root
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.images import EncodedImages, read_image
-from accel_train.data.sources.files.index import Index, SplitFiles, StringArray, indexed, splits_of_index
+from accel_train.data.sources.images import EncodedImages, read_image
+from accel_train.data.sources.index import Index, SplitFiles, StringArray, indexed, splits_of_index
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, normal_name
 from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import UserError, first_of

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.images import ImageError, LazyImage, decode, to_tensor
+from accel_train.data.sources.images import ImageError, LazyImage, decode, to_tensor
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError

@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from accel_train.data.sources.files import images
-from accel_train.data.sources.files.images import ImageError, LazyImage, decode, decode_jpeg, plain_jpeg
+from accel_train.data.sources import images
+from accel_train.data.sources.images import ImageError, LazyImage, decode, decode_jpeg, plain_jpeg
 
 SIZES = [(1, 1), (2, 3), (7, 7), (8, 5), (17, 16), (31, 33), (64, 48), (101, 67), (240, 181)]  # width, height
 JFIF = b"\xff\xd8\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00"

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.folder import ignored_text, is_image
-from accel_train.data.sources.files.index import Index, SplitFiles, StringArray, indexed, splits_of_index
-from accel_train.data.sources.files.tars import Member, TarImages, members_of
+from accel_train.data.sources.folder import ignored_text, is_image
+from accel_train.data.sources.index import Index, SplitFiles, StringArray, indexed, splits_of_index
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, names_root
+from accel_train.data.sources.tars import Member, TarImages, members_of
 from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import UserError
 from accel_train.untrusted import read_regular_file

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.folder import is_image
-from accel_train.data.sources.files.images import ChangedError, EncodedImages, LazyImage
-from accel_train.data.sources.files.index import SplitFiles
+from accel_train.data.sources.folder import is_image
+from accel_train.data.sources.images import ChangedError, EncodedImages, LazyImage
+from accel_train.data.sources.index import SplitFiles
 from accel_train.errors import UserError
 from accel_train.untrusted import open_to_read
 

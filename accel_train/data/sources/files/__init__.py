@@ -1,1 +1,0 @@
-"""Data sets of image files: folders, tables and tar files."""
