@@ -26,8 +26,8 @@ def main() -> None:
 
     import torch
 
+    from accel_train.compat import set_collective_timeout
     from accel_train.launch.agreement import check_agreement, check_shared_directory
-    from accel_train.launch.compat import set_collective_timeout
 
     check_agreement(accelerator, configuration=os.environ.get(f"FACT_{launch.rank}", "a"), versions="1")
     if f"SHARED_{launch.rank}" in os.environ:

@@ -19,10 +19,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from accel_train.data import compat as data_compat
-from accel_train.launch import compat
+from accel_train import compat
 
-PACKAGE = Path(compat.__file__).parent.parent
+PACKAGE = Path(compat.__file__).parent
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ def test_a_dispatch_mode_sees_each_operation() -> None:
 SCRIPT = """
 import os, sys
 from multiprocessing.context import ForkServerContext
-from accel_train.data.compat import ForkServerWorker, start_fork_server
+from accel_train.compat import ForkServerWorker, start_fork_server
 
 class Context(ForkServerContext):
     Process = ForkServerWorker
@@ -154,7 +153,7 @@ def test_the_resource_tracker_unblocks_signals() -> None:
     """worker_processes.py blocks them again."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
-        data_compat.start_resource_tracker()
+        compat.start_resource_tracker()
         assert resource_tracker._resource_tracker._fd is not None  # type: ignore[attr-defined]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -167,7 +166,7 @@ def test_no_other_file_uses_a_private_part_of_torch_or_multiprocessing() -> None
         r"(forkserver|resource_tracker)\."
     )
     documented = re.compile(r"torch\._(foreach|dynamo)_?|torch\.ops\.aten\.")
-    allowed = {"launch/compat.py", "data/compat.py"}
+    allowed = {"compat.py"}
     found = [
         f"{name}: {line.strip()}"
         for path in sorted(PACKAGE.rglob("*.py"))

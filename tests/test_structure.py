@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "accel_train"
 PACKAGES = """
 __main__ cli api tools parts train run training_setup step evaluate
 records checkpoint ownership optim data models launch task config user_code keyed exact_sum files untrusted
-errors __init__
+errors compat __init__
 """.split()  # noqa: SIM905
 # Within tools and data: the same.
 WITHIN = {
@@ -22,7 +22,7 @@ evaluate_run load_run pool cluster __init__
 """.split(),  # noqa: SIM905
     "data": """
 loading workers memory transforms sources
-worker_processes order compat __init__
+worker_processes order __init__
 """.split(),  # noqa: SIM905
 }
 # What is not needed to train, and what starts both.

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accel_train.data.compat import (
+from accel_train.compat import (
     ForkServerContext,
     ForkServerWorker,
     shorten_socket_paths,

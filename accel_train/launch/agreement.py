@@ -21,9 +21,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
+from accel_train.compat import process_group_store
 from accel_train.errors import UserError, reason_of
 from accel_train.files import open_to_write
-from accel_train.launch.compat import process_group_store
 from accel_train.launch.process import hostname, ranges, restart_count
 
 T = TypeVar("T")

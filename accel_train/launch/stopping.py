@@ -124,8 +124,8 @@ class StopRequests:
         self.last_poll = -math.inf  # a file STOP that exists already counts, even if training is short
         import torch
 
+        from accel_train.compat import set_collective_timeout
         from accel_train.launch.agreement import connecting
-        from accel_train.launch.compat import set_collective_timeout
 
         self._requests = torch.zeros(2, dtype=torch.int64)
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:

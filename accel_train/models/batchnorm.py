@@ -22,8 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel_train.compat import backward_pass
 from accel_train.exact_sum import exact_sum
-from accel_train.launch.compat import backward_pass
 from accel_train.models.batchnorm_kernels import is_fused, normalise, per_channel
 from accel_train.models.wrapping import library_layer
 

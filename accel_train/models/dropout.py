@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from accel_train.compat import backward_pass
 from accel_train.errors import UserError
 from accel_train.keyed import GOLDEN, hashed, key, scramble, signed
-from accel_train.launch.compat import backward_pass
 from accel_train.models.wrapping import library_layer
 
 STEPS = 65536

@@ -26,12 +26,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from accel_train.compat import TorchDispatchMode, backward_pass
 from accel_train.config.schema import Config
 from accel_train.errors import first_of
 from accel_train.keyed import restored_generators, seed_generators
 from accel_train.launch.accelerator import without_tf32
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.launch.compat import TorchDispatchMode, backward_pass
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import KeyedFunctions, convert_dropout
 from accel_train.models.verdict import Verdict, read_verdict, refuse_sync_batchnorm

@@ -17,8 +17,8 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from accel_train.compat import WRAPPERS, NormBase, checkpoint_wrappers, repeat_random_numbers
 from accel_train.config.schema import Model
-from accel_train.launch.compat import WRAPPERS, NormBase, checkpoint_wrappers, repeat_random_numbers
 
 
 def shard_batchnorm(accelerator: Accelerator, model: nn.Module) -> None:

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accel_train.checkpoint.train_state import TrainState
+from accel_train.compat import flag_nonfinite, scale_without_waiting
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
-from accel_train.launch.compat import flag_nonfinite, scale_without_waiting
 from accel_train.records.events import Event, Noted, Skipped
 
 MOST_IN_A_ROW = 10  # skipped updates in a row: then the model is broken, not a sample

@@ -35,9 +35,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from accelerate import Accelerator
 from torch import distributed
 
+from accel_train.compat import process_group_store, set_collective_timeout
 from accel_train.errors import UserError, print_line, reason_of
 from accel_train.launch.accelerator import collective_seconds, start_seconds
-from accel_train.launch.compat import process_group_store, set_collective_timeout
 from accel_train.launch.process import CODE, has_ended, hostname, restart_count, tell_job_script, write_stacks
 from accel_train.launch.stopping import FROM_LAUNCHER, LAUNCHER_DEATH, StopRequests
 from accel_train.records.directory import RunDirectory

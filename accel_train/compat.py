@@ -1,13 +1,20 @@
-"""The parts of torch that the package uses and that have no public name in every supported version.
+"""The parts of torch and multiprocessing that the package uses and that have no public name, or no documented one.
 
-They were last checked with torch 2.15. tests/test_compat.py uses each of them, and fails if one disappears or changes
-its meaning. Those of multiprocessing are in data/compat.py; torch documents its `_foreach_` functions.
+They were last checked with torch 2.15 and Python 3.11. tests/test_compat.py uses each of them, and fails if one
+disappears or changes its meaning. torch documents its `_foreach_` functions.
 """
 
 from __future__ import annotations
 
+import multiprocessing.util
+import os
+import sys
+import tempfile
 from collections.abc import Iterable
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -15,7 +22,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["NormBase", "TorchDispatchMode"]  # torch's own, handed on
+__all__ = ["ForkServerContext", "NormBase", "TorchDispatchMode"]  # handed on as they are
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Parts of parameter names that torch.compile and gradient checkpointing add."""
@@ -79,3 +86,51 @@ def flag_nonfinite(tensors: Iterable[Tensor], flag: Tensor, one: Tensor) -> None
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for same_dtype in by_dtype.values():
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, flag, one)
+
+
+# Of multiprocessing.
+
+
+start_resource_tracker = resource_tracker.ensure_running
+"""Start the process that removes what others have left in shared memory. Unblocks SIGINT and SIGTERM in this thread."""
+start_fork_server = forkserver.ensure_running
+"""Start this process's fork server, which imports the preloaded modules, unless it runs."""
+
+
+_LONGEST = 107 - len("/pymp-12345678/listener-12345678")
+"""Bytes of a folder's path in which multiprocessing can make its sockets: a socket's path has at most 107 (unix(7))."""
+
+
+def shorten_socket_paths() -> None:
+    """Let this process and its workers have their sockets in /tmp if the path of the folder for temporary files is too
+    long. (Python 3.14 does so itself.) Raises OSError."""
+    before = tempfile.gettempdir()
+    if len(os.fsencode(before)) <= _LONGEST:
+        return
+    tempfile.tempdir = "/tmp"
+    try:
+        multiprocessing.util.get_temp_dir()  # makes a folder once; it is removed when this process ends
+    finally:
+        tempfile.tempdir = before
+
+
+class ForkServerWorker(ForkServerProcess):
+    """A process of the fork server that does not import the main module of the process that starts it."""
+
+    ensure_server = staticmethod(start_fork_server)
+    """Called before each start: the server may have ended."""
+
+    @classmethod
+    def _Popen(cls, process_obj: Any) -> Any:  # noqa: N802 -- multiprocessing's name
+        """Start the process with an empty main module in place of this process's.
+
+        multiprocessing would import the main module, the training script, in case a pickled object is defined there.
+        None is.
+        """
+        cls.ensure_server()
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            return ForkServerProcess._Popen(process_obj)
+        finally:
+            sys.modules["__main__"] = main
