@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from accel_train.config.options import parse_settings
 from accel_train.errors import LOGGER, UserError, print_logged
 from accel_train.launch.environment import prepare_environment
-from accel_train.user_code.reference import provided, take_objects
+from accel_train.user_code import provided, take_objects
 
 if TYPE_CHECKING:
     from accel_train.config.schema import Config

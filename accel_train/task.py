@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.errors import UserError
-from accel_train.user_code.reference import metric_name, short_name
+from accel_train.user_code import metric_name, short_name
 
 
 @dataclass(frozen=True)

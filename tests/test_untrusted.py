@@ -230,7 +230,7 @@ EXCEPTIONS = {
     # Checked before
     "checkpoint.directory": "verify_files has found regular files", "checkpoint.reading": "require_regular_file",
     "data.sources.tars": "tarfile of an opened file",
-    "user_code.loading": "the import of a user's own code",
+    "user_code": "the import of a user's own code",
     "data.sources.user": "the same",
     # Not yet
 }  # fmt: skip

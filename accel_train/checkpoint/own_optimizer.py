@@ -29,8 +29,7 @@ from accel_train.checkpoint.state_dict import (
 from accel_train.config.schema import Optim
 from accel_train.errors import UserError, reason_of
 from accel_train.models.trial import restored
-from accel_train.user_code.loading import load, showing_user_lines
-from accel_train.user_code.reference import Reference, parse_reference
+from accel_train.user_code import Reference, load, parse_reference, showing_user_lines
 
 Groups = list[dict[str, Any]]
 Make = Callable[[Groups], torch.optim.Optimizer]

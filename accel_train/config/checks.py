@@ -11,7 +11,7 @@ from accel_train.config.recipe import Option
 from accel_train.config.schema import Augment, Config, Data, Model, declared, option_types, value
 from accel_train.config.url import check_protocol, is_url
 from accel_train.errors import UserError
-from accel_train.user_code.reference import metric_name, parse_reference
+from accel_train.user_code import metric_name, parse_reference
 
 
 def out_of_bounds(config: Any) -> dict[str, str]:

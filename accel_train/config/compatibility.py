@@ -17,7 +17,7 @@ from accel_train import __version__
 from accel_train.config.declaration import ONE_START, OWN_SCHEDULE, DecidesSamples, EndsRun, Free
 from accel_train.config.schema import Config, as_dict, declared
 from accel_train.errors import UserError, nearest
-from accel_train.user_code.reference import PREFIXES, metric_name, parse_reference, short_name
+from accel_train.user_code import PREFIXES, metric_name, parse_reference, short_name
 
 FORMAT = 11
 """The number of runs and checkpoints. It rises when one of another version would be misread, or would go on as another

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accel_train.untrusted import json_object
-from accel_train.user_code.reference import parse_reference
+from accel_train.user_code import parse_reference
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from accel_train.config.schema import (
 )
 from accel_train.config.url import url_of
 from accel_train.errors import UserError, how_to_get, nearest, raise_mistakes
-from accel_train.user_code.reference import PREFIXES, resolve, texts_of
-from accel_train.user_code.reference import mistakes as code_mistakes
+from accel_train.user_code import PREFIXES, resolve, texts_of
+from accel_train.user_code import mistakes as code_mistakes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

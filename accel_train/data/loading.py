@@ -34,7 +34,7 @@ from accel_train.data.worker_processes import WORKERS, WorkerContext, end_with_t
 from accel_train.errors import UserError, counted
 from accel_train.launch.process import core_set, hostname, share_of_cores
 from accel_train.task import Task
-from accel_train.user_code.reference import short_name
+from accel_train.user_code import short_name
 
 # What `_cores` has returned. A run has an accelerator of its own and up to three pipelines; its entry ends with it.
 _cores_of: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()

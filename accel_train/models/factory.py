@@ -26,7 +26,7 @@ from accel_train.models.classifier import find_classifier, freeze
 from accel_train.models.nets import NETS, TORCHVISION, without_none
 from accel_train.models.weights import Weights, load_into, load_state
 from accel_train.models.wrapping import logits_of
-from accel_train.user_code.reference import Reference, parse_reference, short_name
+from accel_train.user_code import Reference, parse_reference, short_name
 
 NO_ORIGIN = Origin()
 PUBLISHED_ARGUMENTS: dict[str, dict[str, Any]] = {"fbnetc_100": {"bn_eps": 1e-3}}
@@ -177,7 +177,7 @@ def _with_settings(made: nn.Module, model: Model, channels: int) -> nn.Module:
 
 def _create_users(model: Model, reference: Reference, num_classes: int, channels: int, image_size: int) -> nn.Module:
     """The model that the user's own function returns, tried with an image."""
-    from accel_train.user_code.loading import call, load, showing_user_lines
+    from accel_train.user_code import call, load, showing_user_lines
 
     for name in ("dropout", "drop_path"):
         if getattr(model, name) is not None:

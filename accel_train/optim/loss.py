@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from accel_train.config.schema import Loss
 from accel_train.errors import UserError
 from accel_train.task import SEVERAL_LABELS, Task, task_of
-from accel_train.user_code.reference import Reference, parse_reference
+from accel_train.user_code import Reference, parse_reference
 
 LossOfSamples = Callable[[Tensor, Tensor, Loss], Tensor]
 """(logits [b, C], target, options) to losses [b]."""
@@ -47,7 +47,7 @@ def create_loss(loss: Loss, class_weights: Tensor | None) -> Callable[[Tensor, T
 
 def _users_loss(reference: Reference) -> LossOfSamples:
     """The user's function of (logits, targets). It raises UserError unless it returns a loss for each sample."""
-    from accel_train.user_code.loading import load, showing_user_lines
+    from accel_train.user_code import load, showing_user_lines
 
     where = f"--loss.name {reference.short}"
     function = load("loss.name", reference)

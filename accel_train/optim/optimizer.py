@@ -13,7 +13,7 @@ from torch import nn
 from accel_train.config.schema import Optim
 from accel_train.errors import UserError, nearest
 from accel_train.models import input_names, required_classifier
-from accel_train.user_code.reference import parse_reference
+from accel_train.user_code import parse_reference
 
 # torch's optimizers that have a fused kernel, which updates all parameters at once, and the devices that have it. On
 # other devices torch chooses its foreach implementation by itself.

@@ -15,7 +15,7 @@ from accel_train.config.schema import Schedule
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.user_code.reference import Reference, parse_reference, short_name
+from accel_train.user_code import Reference, parse_reference, short_name
 
 
 class Plateau:
@@ -182,7 +182,7 @@ def own_factors(
 
 
 def _compute_factors(reference: Reference, updates: int, updates_per_epoch: int) -> array[float]:
-    from accel_train.user_code.loading import load, showing_user_lines
+    from accel_train.user_code import load, showing_user_lines
 
     factor, epochs = load("schedule.name", reference), updates / updates_per_epoch
     found = array("d")

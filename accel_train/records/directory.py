@@ -33,12 +33,13 @@ from accel_train.untrusted import (
     read_json_object,
     read_regular_file,
 )
-from accel_train.user_code.loading import FOLDER, keep_code
-from accel_train.user_code.reference import (
+from accel_train.user_code import (
+    FOLDER,
     OBJECT,
     PREFIXES,
     Reference,
     code_file,
+    keep_code,
     metric_name,
     parse_reference,
     texts_of,
@@ -71,7 +72,7 @@ def code_facts(config: Config) -> dict[str, str]:
     hashes = " ".join(f"{option} {sha256(path)}" for option, path in files.items() if path is not None)
     if OBJECT not in {reference.module for reference in used.values()}:
         return {"code": hashes}
-    from accel_train.user_code.reference import weights_hash
+    from accel_train.user_code import weights_hash
 
     return {"code": hashes, "the weights of the model (give a function that makes it)": weights_hash()}
 

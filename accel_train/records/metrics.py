@@ -24,8 +24,7 @@ from accel_train.data.sources.splits import Splits
 from accel_train.errors import EvaluationError, UserError
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.task import LOWER_IS_BETTER, Metric, Task
-from accel_train.user_code.loading import load, showing_user_lines
-from accel_train.user_code.reference import Reference, given_metrics, metric_name, parse_reference
+from accel_train.user_code import Reference, given_metrics, load, metric_name, parse_reference, showing_user_lines
 
 
 def headlines(values: Mapping[str, float], metrics: Sequence[Metric]) -> dict[str, str]:

@@ -28,7 +28,7 @@ from accel_train.records.cost import Ledger, cost_text
 from accel_train.records.metrics import Evaluation, headlines
 from accel_train.records.model_info import ModelInfo
 from accel_train.task import Metric, Task
-from accel_train.user_code.reference import GIVEN, short_name
+from accel_train.user_code import GIVEN, short_name
 
 
 def describe(

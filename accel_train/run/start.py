@@ -39,7 +39,7 @@ from accel_train.records.model_info import FILE, ModelInfo, read_model_info
 from accel_train.records.summary import check_best_metric
 from accel_train.training_setup import TrainingSetup
 from accel_train.untrusted import json_object, read_regular_file
-from accel_train.user_code.reference import parse_reference
+from accel_train.user_code import parse_reference
 
 RESULT = "result.json"
 

@@ -39,7 +39,7 @@ from accel_train.records.metrics import Evaluation, OwnMetrics, create_own_metri
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.task import Metric, Task
 from accel_train.tools.load_run import empty_model, may_download, read_config
-from accel_train.user_code.reference import given_metrics, short_name
+from accel_train.user_code import given_metrics, short_name
 
 Floats = npt.NDArray[np.float64]
 

@@ -29,7 +29,7 @@ from accel_train.models.factory import is_timms, more_arguments
 from accel_train.records.model_info import ModelInfo
 from accel_train.task import SEVERAL_LABELS
 from accel_train.tools.load_run import LoadedRun, load
-from accel_train.user_code.reference import short_name
+from accel_train.user_code import short_name
 
 INPUTS = 8
 """Seeded random inputs by which an export is compared with the run."""

@@ -34,8 +34,7 @@ from accel_train.ownership.owner import read_result
 from accel_train.records.directory import metric_key
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.untrusted import read_json_lines
-from accel_train.user_code.loading import import_context, kept_text
-from accel_train.user_code.reference import GIVEN, parse_reference, short_name, texts_of
+from accel_train.user_code import GIVEN, import_context, kept_text, parse_reference, short_name, texts_of
 
 
 class Preprocessing:
@@ -130,7 +129,7 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
     and with "model.name" the model be made. The run may be somebody else's: raises UntrustedError if that would execute
     or fetch what the run, not one of `overrides`, names, unless `trust_code`. Then code is the text that the run keeps.
     The folder of --data.stage, into which files are copied, is the run's with `trust_code` alone, else the default.
-    Objects that were given (user_code/reference.py) take the place of those of the run. Raises UserError.
+    Objects that were given (user_code.py) take the place of those of the run. Raises UserError.
     """
     raise_mistakes(not_a_run(run))
     config = parse([str(run / "config.yaml"), *overrides], checks_code=False)

@@ -16,7 +16,7 @@ from accel_train.config.schema import Loss, Model
 from accel_train.errors import UserError
 from accel_train.models import create_model
 from accel_train.optim.loss import create_loss
-from accel_train.user_code.reference import name_of, provided
+from accel_train.user_code import name_of, provided
 
 CODE = """
 import torch

@@ -22,7 +22,7 @@ from accel_train.evaluate import evaluate
 from accel_train.records import metrics as own
 from accel_train.records.metrics import Evaluation, OwnMetrics
 from accel_train.task import ONE_LABEL, SEVERAL_LABELS
-from accel_train.user_code.reference import provided
+from accel_train.user_code import provided
 
 CLASSES, SAMPLES = 3, 50
 GENERATOR = torch.Generator().manual_seed(0)

@@ -33,7 +33,7 @@ from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UserError
 from accel_train.tools.audit import check_data
 from accel_train.tools.shards import ShardsResult, ShardWriter, write_shards
-from accel_train.user_code.reference import GIVEN, provided
+from accel_train.user_code import GIVEN, provided
 
 SIZE = "60kB"  # of a shard: a few hold all images of a test
 NUMBERS = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 from accel_train.errors import UserError
-from accel_train.user_code.reference import GIVEN, importable_name, mistakes, name_of, provided, take_objects
+from accel_train.user_code import GIVEN, importable_name, mistakes, name_of, provided, take_objects
 
 PROGRAM = """
 from torch import nn

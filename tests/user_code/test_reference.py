@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from accel_train.config.options import parse
-from accel_train.user_code.reference import Reference, code_file, mistakes, parse_reference
+from accel_train.user_code import Reference, code_file, mistakes, parse_reference
 
 CODE = """
 raise SystemExit("nobody may run this")

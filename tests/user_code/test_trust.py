@@ -12,8 +12,7 @@ from accel_train.config.schema import to_yaml, value
 from accel_train.errors import UserError
 from accel_train.records.directory import references
 from accel_train.tools.load_run import read_config
-from accel_train.user_code.loading import keep_code, load
-from accel_train.user_code.reference import parse_reference
+from accel_train.user_code import keep_code, load, parse_reference
 
 
 def write_run(run: Path, text: str, *, update: int = 0) -> list[str]:

@@ -35,7 +35,7 @@ from accel_train.data.sources.splits import (
 from accel_train.errors import UserError, first_of, nearest, one_line
 from accel_train.files import atomic_write
 from accel_train.untrusted import read_regular_file
-from accel_train.user_code.reference import parse_reference, short_name
+from accel_train.user_code import parse_reference, short_name
 
 
 def stratified_choice(keys: Iterable[str], labels: npt.ArrayLike, count: int, salt: str) -> npt.NDArray[np.bool_]:

@@ -19,7 +19,7 @@ from accel_train.config.schema import Data
 from accel_train.data.sources.images import BYTES_OF_HEADERS, MAX_BYTES, EncodedImages, ImageError, read_image
 from accel_train.data.sources.splits import Source, Splits, named_splits, numbered, splits_of_files
 from accel_train.errors import UserError, first_of, nearest
-from accel_train.user_code.reference import short_name
+from accel_train.user_code import short_name
 
 TEXTS = ("string", "large_string")
 BUILDERS = ("arrow", "imagefolder", "parquet", "webdataset")

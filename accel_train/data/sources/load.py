@@ -18,7 +18,7 @@ from accel_train.data.sources.arrays import PUBLISHED, digits, synthetic, torchv
 from accel_train.data.sources.divide import divide
 from accel_train.data.sources.splits import Source, Splits, Subset
 from accel_train.errors import UserError, nearest
-from accel_train.user_code.reference import parse_reference, short_name
+from accel_train.user_code import parse_reference, short_name
 
 __all__ = ["Source", "Splits", "Subset", "known_sources", "load_splits", "read_splits", "splits_of"]
 

@@ -30,8 +30,7 @@ from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, numbere
 from accel_train.errors import LOGGER, UserError, first_of, nearest, print_line
 from accel_train.keyed import restored_generators, seed_generators
 from accel_train.launch.environment import is_first_process
-from accel_train.user_code.loading import call, described, load, load_file
-from accel_train.user_code.reference import OBJECT, Reference, known_labels
+from accel_train.user_code import OBJECT, Reference, call, described, known_labels, load, load_file
 
 OPTION = "data.name"
 

@@ -23,8 +23,7 @@ from accel_train.data.sources.user import as_pixels, kind_of
 from accel_train.data.transforms.parameters import Stream, resize_default
 from accel_train.errors import UserError, reason_of
 from accel_train.keyed import restored_generators, seed_generators, uniform, uniforms
-from accel_train.user_code.loading import load, showing_user_lines
-from accel_train.user_code.reference import parse_reference
+from accel_train.user_code import load, parse_reference, showing_user_lines
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -16,7 +16,7 @@ from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
-from accel_train.user_code.reference import name_of, provided
+from accel_train.user_code import name_of, provided
 
 
 def splits_of(value: Any, **options: Any) -> Splits:

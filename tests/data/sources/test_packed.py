@@ -14,7 +14,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torchvision.tv_tensors import Image
 
 from accel_train.data.sources.user import Packed, UserDataset
-from accel_train.user_code.reference import Reference
+from accel_train.user_code import Reference
 
 COUNT = 960
 
