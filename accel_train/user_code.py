@@ -37,8 +37,7 @@ from types import ModuleType
 from typing import Any
 
 from accel_train.errors import UserError, nearest, one_line
-from accel_train.files import sha256
-from accel_train.untrusted import is_file_name, parse_json, read_regular_file
+from accel_train.files import is_file_name, parse_json, read_regular_file, sha256
 
 PREFIXES = {
     "model.name": ("torchvision/",),

@@ -12,9 +12,16 @@ from typing import Any
 import helpers
 import pytest
 
-from accel_train.files import WRITING, atomic_replacement, atomic_write, fsync, open_to_write, set_default_permissions
+from accel_train.files import (
+    WRITING,
+    NotRegularFileError,
+    atomic_replacement,
+    atomic_write,
+    fsync,
+    open_to_write,
+    set_default_permissions,
+)
 from accel_train.launch.process import write_stacks
-from accel_train.untrusted import NotRegularFileError
 
 
 def test_the_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "accel_train"
 # From the top to the bottom: a file imports from packages further down, and from its own.
 PACKAGES = """
 __main__ cli api tools parts train run training_setup step evaluate
-records checkpoint ownership optim data models launch task config user_code keyed exact_sum files untrusted
+records checkpoint ownership optim data models launch task config user_code keyed exact_sum files
 errors compat __init__
 """.split()  # noqa: SIM905
 # Within tools and data: the same.

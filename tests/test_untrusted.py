@@ -23,11 +23,7 @@ from accel_train.config.schema import Data
 from accel_train.data.sources.folder import FileImages
 from accel_train.data.sources.index import SplitFiles, StringArray
 from accel_train.errors import UserError
-from accel_train.models.weights import read_state
-from accel_train.ownership.owner import read_owner
-from accel_train.records.trackers import point_of
-from accel_train.run.start import find_file
-from accel_train.untrusted import (
+from accel_train.files import (
     NotRegularFileError,
     parse_json,
     read_json_lines,
@@ -35,6 +31,10 @@ from accel_train.untrusted import (
     read_regular_file,
     read_yaml,
 )
+from accel_train.models.weights import read_state
+from accel_train.ownership.owner import read_owner
+from accel_train.records.trackers import point_of
+from accel_train.run.start import find_file
 
 HUGE = 1 << 40
 
@@ -215,8 +215,7 @@ READERS = {
 LIBRARIES = {"np", "numpy", "yaml", "torch", "json", "pickle", "export", "jit"}
 """Whose function `load` does."""
 EXCEPTIONS = {
-    "untrusted": "is the door",
-    "files": "is the door of what is written, and flushes folders",
+    "files": "is the door",
     # What the system says
     "tools.doctor.job": "/proc", "tools.doctor.node": "/proc and cgroups",
     "launch.process": "/proc",
@@ -257,5 +256,5 @@ def test_files_are_opened_by_one_door() -> None:
         if found := [f"{call.lineno}: {ast.unparse(call)}" for call in calls if opens_a_file(call)]:
             opening[".".join(path.relative_to(PACKAGE).with_suffix("").parts)] = found
     unknown = {module: calls for module, calls in opening.items() if module not in EXCEPTIONS}
-    assert not unknown, f"{unknown}: read with untrusted.py, write with files.open_to_write"
+    assert not unknown, f"{unknown}: read and write with files.py"
     assert not EXCEPTIONS.keys() - opening.keys()

@@ -39,17 +39,20 @@ from torch import Tensor
 
 from accel_train.config.compatibility import check_format
 from accel_train.errors import UserError, reason_of
-from accel_train.files import fsync, open_to_write, set_default_permissions, sha256
-from accel_train.ownership.owner import is_late
-from accel_train.untrusted import (
+from accel_train.files import (
+    fsync,
     is_count,
     is_file_name,
     json_object,
     open_to_read,
+    open_to_write,
     parse_json,
     read_regular_file,
     require_regular_file,
+    set_default_permissions,
+    sha256,
 )
+from accel_train.ownership.owner import is_late
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"

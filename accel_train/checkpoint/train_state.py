@@ -11,7 +11,7 @@ from typing import Any
 from accel_train.config.schema import Config
 from accel_train.data.order import Plan
 from accel_train.errors import UserError
-from accel_train.untrusted import LARGEST, is_count, is_number
+from accel_train.files import LARGEST, is_count, is_number
 
 FITS: dict[str, Callable[[Any], bool]] = {
     "int": is_count,

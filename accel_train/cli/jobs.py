@@ -16,12 +16,11 @@ from typing import Annotated, Literal
 from accel_train.config.declaration import RECIPE_WORD, Word
 from accel_train.config.options import CommandOptions, given_keys, parse_command
 from accel_train.errors import UserError, counted, first_of, how_to_get, one_line, print_line
-from accel_train.files import open_to_write
+from accel_train.files import open_to_write, read_json_object, read_regular_file, read_stripped
 from accel_train.launch.environment import allocated_hosts
 from accel_train.launch.process import CODE, ENDED, MARKER, NODES, RUN, job_id, start_folder
 from accel_train.tools.cluster.scheduler import SCHEDULERS, Job, Pbs, Slurm
 from accel_train.tools.cluster.submission import Element, elements_of, jobs_to_queue, plan, queue, words_of_element
-from accel_train.untrusted import read_json_object, read_regular_file, read_stripped
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from accel_train.config.options import CommandOptions, parse_command, parse_comm
 from accel_train.config.recipe import read_recipe, recipe_names
 from accel_train.config.schema import Config, value
 from accel_train.errors import LOGGER, UserError, counted, print_line, raise_mistakes, writing
-from accel_train.files import atomic_write, check_writable
+from accel_train.files import atomic_write, check_writable, read_regular_file
 from accel_train.launch.environment import prepare_environment
-from accel_train.untrusted import read_regular_file
 
 
 @dataclass(frozen=True)

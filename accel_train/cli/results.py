@@ -17,11 +17,11 @@ from accel_train.config.declaration import RUN_WORD, Word
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import not_a_run
 from accel_train.errors import UserError, print_line
+from accel_train.files import is_number, read_json_object
 from accel_train.launch.environment import prepare_environment
 from accel_train.ownership.owner import FILE, age_text, read_owner, read_result
 from accel_train.tools.cluster.scheduler import LOOK_SECONDS, answers, states_of
 from accel_train.tools.cluster.submission import LISTS, RECIPE, is_job, job_of_run, jobs_of_folder, newest
-from accel_train.untrusted import is_number, read_json_object
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from accel_train.untrusted import json_object
+from accel_train.files import json_object
 from accel_train.user_code import parse_reference
 
 

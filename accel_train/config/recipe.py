@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.errors import UserError, nearest, reason_of
-from accel_train.untrusted import TooLargeError, is_file_name, read_regular_file, read_yaml
+from accel_train.files import TooLargeError, is_file_name, read_regular_file, read_yaml
 from accel_train.user_code import PREFIXES, resolve
 
 MAX_BYTES = 1 << 20

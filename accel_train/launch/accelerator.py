@@ -25,10 +25,10 @@ from torch import distributed
 
 from accel_train.compat import set_collective_timeout, set_store_timeout
 from accel_train.errors import UserError, how_to_get, reason_of
+from accel_train.files import read_regular_file, read_yaml
 from accel_train.launch.agreement import connecting
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import gpu_asked_for, hostname, is_yes
-from accel_train.untrusted import read_regular_file, read_yaml
 
 START_SECONDS = 3600.0  # downloads and compilation take long
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from accel_train.errors import UserError, how_to_get, print_line
+from accel_train.files import read_stripped
 from accel_train.launch.process import (
     ancestors,
     available_cores,
@@ -31,7 +32,6 @@ from accel_train.launch.process import (
     parent_process,
     start_time,
 )
-from accel_train.untrusted import read_stripped
 
 MPI_VARIABLES = (  # rank, world size, local rank, local world size
     ("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),

@@ -19,8 +19,7 @@ from pathlib import Path
 import psutil
 
 from accel_train.errors import print_line
-from accel_train.files import open_to_write
-from accel_train.untrusted import read_regular_file, read_yaml
+from accel_train.files import open_to_write, read_regular_file, read_yaml
 
 
 def job_id() -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, first_of
-from accel_train.untrusted import read_json_object
+from accel_train.files import read_json_object
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.errors import UserError, first_of, one_line, reason_of
+from accel_train.files import open_regular_file
 from accel_train.models.classifier import classifier_names, required_classifier
 from accel_train.models.wrapping import input_names
-from accel_train.untrusted import open_regular_file
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
 LEAST = 0.9

@@ -27,9 +27,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from accel_train.files import open_to_write
+from accel_train.files import is_count, open_regular_file, open_to_write, read_json_object, read_regular_file
 from accel_train.launch.process import has_ended, hostname, job_id, machine_id, start_time
-from accel_train.untrusted import is_count, open_regular_file, read_json_object, read_regular_file
 
 FILE = "owner.json"
 GENERATIONS = "generations"  # the folder

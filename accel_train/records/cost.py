@@ -16,10 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from accel_train.files import is_count, is_number, read_json_object
 from accel_train.launch.environment import Launch
 from accel_train.records.directory import STATUS_SECONDS, RunDirectory
 from accel_train.records.events import Event, UpdateDone
-from accel_train.untrusted import is_count, is_number, read_json_object
 
 Phase = Literal["starting", "training", "evaluating", "saving"]
 

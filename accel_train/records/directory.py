@@ -21,18 +21,20 @@ from typing import Any
 from accel_train.checkpoint.directory import PACKAGES, versions
 from accel_train.config.schema import Config, to_yaml, value
 from accel_train.errors import UserError, print_line
-from accel_train.files import atomic_write, open_to_write, sha256
+from accel_train.files import (
+    MAX_LOG_BYTES,
+    NotRegularFileError,
+    atomic_write,
+    json_object,
+    log_lines,
+    open_to_write,
+    read_json_object,
+    read_regular_file,
+    sha256,
+)
 from accel_train.launch.process import MARKER, RUN, job_id, start_folder, tell_job_script
 from accel_train.ownership.lease import Lease, LostError, cannot_be_written, make_directory
 from accel_train.records.model_info import FILE, ModelInfo
-from accel_train.untrusted import (
-    MAX_LOG_BYTES,
-    NotRegularFileError,
-    json_object,
-    log_lines,
-    read_json_object,
-    read_regular_file,
-)
 from accel_train.user_code import (
     FOLDER,
     OBJECT,

@@ -15,8 +15,8 @@ from accel_train import __version__
 from accel_train.config.compatibility import FORMAT, check_format
 from accel_train.config.schema import Origin
 from accel_train.errors import UserError
+from accel_train.files import is_count, is_number, parse_json, read_regular_file
 from accel_train.task import ONE_LABEL, SEVERAL_LABELS, Task
-from accel_train.untrusted import is_count, is_number, parse_json, read_regular_file
 
 FILE = "model.json"
 LARGEST = 1 << 14  # height or width of an image, in pixels

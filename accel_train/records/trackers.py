@@ -29,11 +29,10 @@ from accel_train.config.compatibility import settings_of_run
 from accel_train.config.options import parse
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, nearest, reason_of
-from accel_train.files import atomic_write
+from accel_train.files import atomic_write, is_count, is_number, read_json_lines, read_json_object
 from accel_train.ownership.owner import has_owner, read_result
 from accel_train.records import events
 from accel_train.records.events import Event
-from accel_train.untrusted import is_count, is_number, read_json_lines, read_json_object
 
 FILE = "trackers.json"
 OF_THE_LINE = ("kind", "time", "epoch", "update", "seconds", "count", "generation")  # no curves

@@ -25,6 +25,7 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.data.loading import evaluation_batch_size
 from accel_train.errors import EvaluationError, UnsavedError, counted, is_terminal, one_line
 from accel_train.evaluate import Batch, evaluate
+from accel_train.files import read_json_object
 from accel_train.launch.accelerator import precision
 from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
 from accel_train.launch.process import MARKER, start_folder
@@ -71,7 +72,6 @@ from accel_train.run.nonfinite import Guard
 from accel_train.run.start import restore
 from accel_train.run.watchdog import Watchdog
 from accel_train.training_setup import TrainingSetup
-from accel_train.untrusted import read_json_object
 
 TELL_SECONDS = 0.2
 """After that time the sinks are told of an update again. They are told of each with a line of the log, too, and of all

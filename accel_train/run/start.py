@@ -27,7 +27,7 @@ from accel_train.config.schema import Config, Origin
 from accel_train.data.order import create_draws
 from accel_train.data.sources.load import Splits, splits_of
 from accel_train.errors import UserError, counted
-from accel_train.files import sha256
+from accel_train.files import json_object, read_regular_file, sha256
 from accel_train.launch.agreement import broadcast_from_main, check_agreement, fail_together
 from accel_train.models.weights import Weights, check_file
 from accel_train.optim.bitwise import what_bits_depend_on
@@ -38,7 +38,6 @@ from accel_train.records.directory import begin_start, code_facts
 from accel_train.records.model_info import FILE, ModelInfo, read_model_info
 from accel_train.records.summary import check_best_metric
 from accel_train.training_setup import TrainingSetup
-from accel_train.untrusted import json_object, read_regular_file
 from accel_train.user_code import parse_reference
 
 RESULT = "result.json"

@@ -40,6 +40,7 @@ from accel_train.config.schema import Config, Stop
 from accel_train.data.order import NO_END
 from accel_train.data.sources.load import Splits, splits_of
 from accel_train.errors import LOGGER, writing
+from accel_train.files import read_json_lines
 from accel_train.launch.accelerator import precision
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
@@ -47,7 +48,6 @@ from accel_train.records.directory import environment
 from accel_train.run.start import find_start
 from accel_train.train import train
 from accel_train.training_setup import connect, create_training_setup
-from accel_train.untrusted import read_json_lines
 
 KINDS = 4  # different micro-batches that the bare loop uses in turn
 PIECE_SECONDS = 0.5  # a piece is repeated for about this time

@@ -29,11 +29,11 @@ from accel_train.data.sources.splits import Splits
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UntrustedError, UserError, one_line, raise_mistakes
+from accel_train.files import read_json_lines
 from accel_train.launch.process import available_cores
 from accel_train.ownership.owner import read_result
 from accel_train.records.directory import metric_key
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.untrusted import read_json_lines
 from accel_train.user_code import GIVEN, import_context, kept_text, parse_reference, short_name, texts_of
 
 

@@ -12,9 +12,8 @@ import torch
 
 from accel_train.checkpoint.directory import checkpoint_path, list_updates
 from accel_train.config.schema import Schedule
-from accel_train.files import sha256
+from accel_train.files import read_json_lines, sha256
 from accel_train.optim.schedule import LearningRate
-from accel_train.untrusted import read_json_lines
 
 SAMPLES, BATCH = 1438, 48  # of digits; 30 updates an epoch
 TIMES = {"train_seconds", "images_per_second", "warm_up_seconds", "wall_seconds", "cost", "generation"}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from owners import checkpoint_of, claim
 
+from accel_train.files import read_json_lines
 from accel_train.ownership import owner
 from accel_train.ownership.owner import claim_next, is_late, last_begun, read_result
 from accel_train.records.directory import RunDirectory
-from accel_train.untrusted import read_json_lines
 
 
 def test_generations_grow_also_where_only_the_records_were_copied(quick: None, tmp_path: Path) -> None:

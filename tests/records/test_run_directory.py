@@ -19,10 +19,10 @@ import torch
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, Optim
 from accel_train.errors import UserError
+from accel_train.files import read_json_lines
 from accel_train.records import directory as run
 from accel_train.records.directory import RunDirectory, environment
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.untrusted import read_json_lines
 
 MODEL_INFO = ModelInfo(("cat", "dög"), 3, 32, None, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
 

@@ -33,8 +33,7 @@ from accel_train.data.sources.splits import (
     subset,
 )
 from accel_train.errors import UserError, first_of, nearest, one_line
-from accel_train.files import atomic_write
-from accel_train.untrusted import read_regular_file
+from accel_train.files import atomic_write, read_regular_file
 from accel_train.user_code import parse_reference, short_name
 
 

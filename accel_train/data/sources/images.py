@@ -18,7 +18,7 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.errors import UserError
-from accel_train.untrusted import TooLargeError, read_regular_file
+from accel_train.files import TooLargeError, read_regular_file
 
 try:
     import simplejpeg

@@ -26,8 +26,7 @@ from safetensors import SafetensorError
 from accel_train.config.schema import Data
 from accel_train.data.sources.splits import Source, Splits, splits_of_files
 from accel_train.errors import LOGGER
-from accel_train.files import atomic_replacement, fsync, set_default_permissions
-from accel_train.untrusted import LARGEST, parse_json, read_regular_file
+from accel_train.files import LARGEST, atomic_replacement, fsync, parse_json, read_regular_file, set_default_permissions
 
 SETTLED_SECONDS = 2.0
 """A file system's clock may tick once in two seconds. What has changed since then may change again unnoticed."""

@@ -28,7 +28,7 @@ from accel_train.data.sources.folder import FileImages, existing_files
 from accel_train.data.sources.index import Index, SplitFiles, StringArray, indexed, splits_of_index
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError, first_of, nearest, one_line
-from accel_train.untrusted import read_regular_file
+from accel_train.files import read_regular_file
 
 DELIMITERS = ",\t;"
 """The first of these that is in the header separates the cells: Excel writes ; where the comma is the decimal point."""

@@ -25,7 +25,7 @@ from accel_train.data.sources.folder import is_image
 from accel_train.data.sources.images import ChangedError, EncodedImages, LazyImage
 from accel_train.data.sources.index import SplitFiles
 from accel_train.errors import UserError
-from accel_train.untrusted import open_to_read
+from accel_train.files import open_to_read
 
 END = bytes(2 * tarfile.BLOCKSIZE)
 """Of a tar file."""

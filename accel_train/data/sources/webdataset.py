@@ -21,7 +21,7 @@ from accel_train.data.sources.splits import SPLIT_NAMES, Splits, names_root
 from accel_train.data.sources.tars import Member, TarImages, members_of
 from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import UserError
-from accel_train.untrusted import read_regular_file
+from accel_train.files import read_regular_file
 
 MOST_CLASSES = 1_000_000
 LONGEST_LABEL = 1 << 16  # bytes

@@ -29,10 +29,16 @@ from accel_train.config.options import given_keys, parse, parse_variants, unknow
 from accel_train.config.recipe import Option
 from accel_train.config.schema import Config, option_types, takes_many_values, to_yaml
 from accel_train.errors import UserError, raise_mistakes, writing
-from accel_train.files import atomic_write, open_to_write
+from accel_train.files import (
+    atomic_write,
+    is_file_name,
+    open_to_write,
+    read_json_lines,
+    read_regular_file,
+    read_stripped,
+)
 from accel_train.ownership.owner import has_owner, read_result
 from accel_train.tools.cluster.scheduler import WAITING, Pbs, Slurm, ask, states_of
-from accel_train.untrusted import is_file_name, read_json_lines, read_regular_file, read_stripped
 
 RECIPE, LISTS = "recipe.yaml", "jobs"
 JOB = re.compile(r"\d{1,18}(_\d{1,18})?|\d{1,18}(\[\d{0,18}\])?\.[A-Za-z0-9][A-Za-z0-9.-]{0,200}")

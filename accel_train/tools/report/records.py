@@ -13,10 +13,10 @@ from accel_train.config.options import parse
 from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, raise_mistakes
+from accel_train.files import read_json_lines, read_json_object
 from accel_train.ownership.owner import has_owner, read_result
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.task import Metric
-from accel_train.untrusted import read_json_lines, read_json_object
 
 Row = dict[str, Any]
 SPLITS = {"train": "training", "val": "validation", "test": "test"}

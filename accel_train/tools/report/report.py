@@ -22,7 +22,7 @@ from accel_train.config.schema import Config
 from accel_train.data.sources.images import to_image
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError, reason_of, writing
-from accel_train.files import atomic_write
+from accel_train.files import atomic_write, read_json_object
 from accel_train.launch.environment import Launch
 from accel_train.records.cost import cost_of, cost_text, read_starts
 from accel_train.records.model_info import ModelInfo
@@ -42,7 +42,6 @@ from accel_train.tools.load_run import Preprocessing, data_of_run
 from accel_train.tools.report.curves import charts_of_run, check_page, draw, import_pyplot, render
 from accel_train.tools.report.records import SPLITS, Row, RunRecords, check_runs, differences_from_recipe, state_of
 from accel_train.tools.report.several_runs import compare_runs, csv_of_runs, page_of_runs
-from accel_train.untrusted import read_json_object
 
 
 @dataclass(frozen=True)
