@@ -35,11 +35,11 @@ from torchvision import transforms  # noqa: E402
 
 from accel_train.cli.common import print_table  # noqa: E402
 from accel_train.config.schema import Augment, Config, Data  # noqa: E402
+from accel_train.data.batch_transform import BatchTransform  # noqa: E402
 from accel_train.data.loading import create_input_pipeline, create_loader  # noqa: E402
 from accel_train.data.order import Plan, TrainingSampler  # noqa: E402
 from accel_train.data.sources.images import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
 from accel_train.data.sources.load import load_splits  # noqa: E402
-from accel_train.data.transforms.batch import BatchTransform  # noqa: E402
 from accel_train.launch.accelerator import create_accelerator  # noqa: E402
 from accel_train.optim.performance import set_defaults  # noqa: E402
 from accel_train.tools.bench import Clock, ratio, spread  # noqa: E402

@@ -8,11 +8,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_train.config.schema import Augment
+from accel_train.data.batch_transform import BatchTransform, transforms_each_image
 from accel_train.data.loading import create_loader
 from accel_train.data.order import IndexSampler
 from accel_train.data.sources.splits import Source, has_one_size
-from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.parameters import transforms_each_image
 
 
 def loader_of(

@@ -30,7 +30,7 @@ from accel_train.cli.recipes import FOLDERS, Bench, FindLr, Preview
 from accel_train.cli.train import Doctor
 from accel_train.config.options import parse, parse_command, parse_command_of_recipe
 from accel_train.config.schema import option_types
-from accel_train.data.transforms.image import check_own
+from accel_train.data.image_transform import check_own
 from accel_train.tools.cluster.submission import elements_of
 
 ROOT = helpers.ROOT

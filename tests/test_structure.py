@@ -21,7 +21,7 @@ doctor bench export audit find_lr shards report
 evaluate_run load_run pool cluster __init__
 """.split(),  # noqa: SIM905
     "data": """
-loading workers memory transforms sources
+loading workers memory image_transform batch_transform sources
 worker_processes order __init__
 """.split(),  # noqa: SIM905
 }

@@ -86,7 +86,7 @@ def is_policy(text: str) -> bool:
     """Whether a policy begins with a known name, and timm ignores no further part of it: each has a number, a set of
     operations is known, and there are operations.
 
-    For the rest timm judges a policy of its own (data/transforms/image.py).
+    For the rest timm judges a policy of its own (data/image_transform.py).
     """
     name, *parts = text.split("-")
     counts = all(part in TIMM_SETS if part[:1] == "t" else re.search(r"\d", part) and part != "n0" for part in parts)

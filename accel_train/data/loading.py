@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from accel_train.config.checks import check_channels, check_resize
 from accel_train.config.schema import Augment, Config, Data
+from accel_train.data.batch_transform import BatchTransform, resize_default, transforms_each_image
 from accel_train.data.memory import PLACES, MemoryLoader, Place, choose_place
 from accel_train.data.order import (
     EvaluationSampler,
@@ -28,8 +29,6 @@ from accel_train.data.order import (
 )
 from accel_train.data.sources.load import IN_MEMORY, resolve_mean_std
 from accel_train.data.sources.splits import Source, Splits, has_one_size, unwrap_subset
-from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.parameters import resize_default, transforms_each_image
 from accel_train.data.worker_processes import WORKERS, WorkerContext, end_with_trainer, start_server
 from accel_train.errors import UserError, counted
 from accel_train.launch.process import core_set, hostname, share_of_cores
@@ -229,7 +228,7 @@ def _check_images(augment: Augment, splits: Splits, source: Source, size: int, *
     if training:
         check_channels(augment, splits.channels, splits.full_scale)
         if augment.own != "none":
-            from accel_train.data.transforms.image import check_own
+            from accel_train.data.image_transform import check_own
 
             check_own(augment.own, splits.channels, size)
     check_resize(augment, size)
@@ -289,7 +288,7 @@ def create_loader(
         workers = 0
     of_images = None
     if transform.per_image:
-        from accel_train.data.transforms.image import ImageTransform
+        from accel_train.data.image_transform import ImageTransform
 
         of_images = ImageTransform(augment, transform.size, training=training, mean=transform.mean)
     return DataLoader(

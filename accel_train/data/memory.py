@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from accel_train.data.batch_transform import AugmentParameters
 from accel_train.data.order import IndexSampler
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.splits import Source, unwrap_subset
-from accel_train.data.transforms.parameters import AugmentParameters
 
 DEVICE_SHARE = 4  # a split may take 1/4 of the free device memory: the model needs the rest
 HOST_SHARE = 2  # and 1/2 of the host's free memory, which all its processes share

@@ -200,7 +200,7 @@ def accumulation_steps(
     """The smallest number of micro-batches per update with at most `micro_batch_size` samples of each process.
 
     A micro-batch is a whole number of units of `unit` samples: pairs, because mixup and cutmix mix neighbours
-    (transforms/batch.py), or virtual batches (models/batchnorm.py). `why`, for messages: "in pairs, as mixup and cutmix
+    (batch_transform.py), or virtual batches (models/batchnorm.py). `why`, for messages: "in pairs, as mixup and cutmix
     need". Raises UserError if the batch is no whole number of units, or if there are fewer units than processes.
     """
     if batch_size % unit:

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from accel_train.data.batch_transform import AugmentParameters
+from accel_train.data.image_transform import ImageTransform
 from accel_train.data.order import IndexBatch
 from accel_train.data.sources.images import EncodedImages, LazyImage
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.sources.user import UserDataset
-from accel_train.data.transforms.image import ImageTransform
-from accel_train.data.transforms.parameters import AugmentParameters
 from accel_train.errors import UserError
 
 

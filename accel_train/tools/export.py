@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config.schema import Augment, Model
-from accel_train.data.transforms.parameters import crop_fraction, resize_default
+from accel_train.data.batch_transform import crop_fraction, resize_default
 from accel_train.errors import LOGGER, UserError, needing, reason_of, writing
 from accel_train.files import fsync, set_default_permissions
 from accel_train.launch.environment import Launch

@@ -22,12 +22,12 @@ from accel_train.config.options import given_keys, parse
 from accel_train.config.recipe import not_a_run
 from accel_train.config.schema import Augment, Config, Data, Model, value
 from accel_train.config.url import is_url
+from accel_train.data.batch_transform import BatchTransform
+from accel_train.data.image_transform import ImageTransform
 from accel_train.data.sources.folder import find_images, ignored_text
 from accel_train.data.sources.images import ImageError, decode, read_image, to_tensor
 from accel_train.data.sources.load import splits_of
 from accel_train.data.sources.splits import Splits
-from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UntrustedError, UserError, one_line, raise_mistakes
 from accel_train.files import read_json_lines
 from accel_train.launch.process import available_cores

@@ -27,13 +27,13 @@ from torch import Tensor
 from accel_train.config.declaration import bytes_of
 from accel_train.config.schema import Data
 from accel_train.config.url import is_url
+from accel_train.data.image_transform import resized_to_short_side
 from accel_train.data.sources.folder import is_image
 from accel_train.data.sources.images import EncodedImages, ImageError, default_mean_std, to_image
 from accel_train.data.sources.load import Source, Splits, Subset, load_splits
 from accel_train.data.sources.splits import label_numbers, names_root, sample_keys, unwrap_subset
 from accel_train.data.sources.tars import END, RAW_EXTENSIONS, raw_file
 from accel_train.data.sources.webdataset import SEPARATOR, index_of
-from accel_train.data.transforms.image import resized_to_short_side
 from accel_train.data.worker_processes import on_all_cores
 from accel_train.errors import LOGGER, UserError
 from accel_train.files import atomic_write, fsync, sha256

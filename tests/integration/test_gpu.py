@@ -18,7 +18,7 @@ from PIL import Image
 from accel_train.cli import main
 from accel_train.config.schema import Augment
 from accel_train.data import memory
-from accel_train.data.transforms.batch import BatchTransform
+from accel_train.data.batch_transform import BatchTransform
 from accel_train.exact_sum import ExactGradients
 from accel_train.keyed import hashed
 from accel_train.models.batchnorm_kernels import ComposedBatchNorm, why_not_fused

@@ -182,8 +182,8 @@ def launched(done: Done) -> dict[str, int]:
 @pytest.mark.parametrize("free", FREE)
 def test_kernels_of_an_update_of_digits(gpu: Pretended, tmp_path: Path, free: dict[str, str]) -> None:
     kernels = launched(succeeded(gpu("train", "digits", *SMALL, "--output-dir", tmp_path / "run", **free)))
-    assert "keyed.py" not in kernels and "parameters.py" not in kernels  # all is drawn on the host
-    assert kernels["batch.py"] <= 6
+    assert "keyed.py" not in kernels  # all is drawn on the host
+    assert kernels["batch_transform.py"] <= 6
     assert kernels["nonfinite.py"] <= 2
     assert kernels.get("meter.py", 0) + kernels.get("metrics.py", 0) <= 1
     assert sum(kernels.values()) <= 43
@@ -275,7 +275,7 @@ def test_kernels_of_an_update_with_every_augmentation(
     done = succeeded(gpu("train", "digits", *SMALL, *model, *images, *more, "--output-dir", tmp_path / "run"))
     kernels = launched(done)
     assert "keyed.py" not in kernels  # the host has drawn all parameters
-    assert kernels["batch.py"] + kernels["parameters.py"] <= augmenting
+    assert kernels["batch_transform.py"] <= augmenting
     assert kernels["nonfinite.py"] <= 2
     assert kernels.get("meter.py", 0) + kernels.get("metrics.py", 0) <= 2
     # One for each BatchNorm, and the rest for the statistics of all of them together.
@@ -324,7 +324,7 @@ import itertools, sys, torch, pretend_cuda as pretended
 pretended.install()
 from accel_train.config.schema import Augment
 from accel_train.keyed import hashed
-from accel_train.data.transforms.batch import BatchTransform
+from accel_train.data.batch_transform import BatchTransform
 images = torch.randint(256, (40, 3, 12, 12), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 crops = [{}, {"crop": "random", "pad": 2}, {"crop": "random", "pad": 3, "pad_mode": "reflect"}]
 mixing = [{}, {"mixup": 0.2}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0, "mix_probability": 0.7}]

@@ -12,8 +12,8 @@ from prepared import prepare
 from torch import Tensor
 
 from accel_train.config.schema import Augment
+from accel_train.data.batch_transform import crop_fraction
 from accel_train.data.sources.images import decode
-from accel_train.data.transforms.parameters import crop_fraction
 from accel_train.records.model_info import ModelInfo
 from accel_train.task import SEVERAL_LABELS
 from accel_train.tools.export import rules_of

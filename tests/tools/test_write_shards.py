@@ -24,12 +24,12 @@ from PIL import Image
 from accel_train.cli.data import shards as shards_command
 from accel_train.config.schema import Augment, Data
 from accel_train.config.url import Url
+from accel_train.data.image_transform import ImageTransform
 from accel_train.data.sources import index, tars
 from accel_train.data.sources.folder import FileImages
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source, Splits, unwrap_subset
 from accel_train.data.sources.tars import RawImage, TarImages
-from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UserError
 from accel_train.tools.audit import check_data
 from accel_train.tools.shards import ShardsResult, ShardWriter, write_shards

@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 
 from accel_train.config.options import parse
 from accel_train.config.schema import Augment
-from accel_train.data.transforms.image import ImageTransform, check_own
+from accel_train.data.image_transform import ImageTransform, check_own
 from accel_train.errors import UserError
 from accel_train.keyed import hashed, restored_generators, seed_generators
 

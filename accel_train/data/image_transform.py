@@ -1,7 +1,7 @@
 """Transforms of one image at a time, in the worker processes: crop, resize, policies, a user's own transform, flip.
 
 Input and output are uint8, a quarter of float32's bytes. Transforms that work on a whole batch (normalisation, erasing,
-mixing) run later on the device (batch.py).
+mixing) run later on the device (batch_transform.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.config.schema import Augment
+from accel_train.data.batch_transform import Stream, resize_default
 from accel_train.data.sources.images import Box, LazyImage
 from accel_train.data.sources.user import as_pixels, kind_of
-from accel_train.data.transforms.parameters import Stream, resize_default
 from accel_train.errors import UserError, reason_of
 from accel_train.keyed import restored_generators, seed_generators, uniform, uniforms
 from accel_train.user_code import load, parse_reference, showing_user_lines

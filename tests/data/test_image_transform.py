@@ -19,11 +19,11 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from accel_train.config.schema import Augment, Data
+from accel_train.data.batch_transform import resize_default
+from accel_train.data.image_transform import ImageTransform, center_cropped, crop_boxes, resized_to_short_side
 from accel_train.data.order import Plan, TrainingSampler
 from accel_train.data.sources.images import LazyImage, decode
 from accel_train.data.sources.load import Source, load_splits
-from accel_train.data.transforms.image import ImageTransform, center_cropped, crop_boxes, resized_to_short_side
-from accel_train.data.transforms.parameters import resize_default
 from accel_train.keyed import hashed, key
 
 NUMBERS = torch.Generator().manual_seed(0)

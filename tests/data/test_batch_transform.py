@@ -14,8 +14,7 @@ from scipy.stats import beta, kstest
 from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment
-from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.parameters import Stream, beta_quantiles
+from accel_train.data.batch_transform import BatchTransform, Stream, beta_quantiles
 from accel_train.keyed import hashed, key, uniform
 
 MEAN, STD = (0.2, 0.5, 0.7), (0.3, 0.25, 0.1)

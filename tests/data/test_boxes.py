@@ -16,7 +16,7 @@ from timm.data.mixup import rand_bbox
 from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment
-from accel_train.data.transforms.parameters import DRAWS, AugmentParameters, Column, _interpolate, beta_quantiles
+from accel_train.data.batch_transform import DRAWS, AugmentParameters, Column, _interpolate, beta_quantiles
 from accel_train.keyed import hashed, key, uniforms
 
 SIZE, COUNT = 224, 4000

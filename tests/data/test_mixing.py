@@ -9,8 +9,7 @@ import timm.data.mixup
 import torch
 
 from accel_train.config.schema import Augment
-from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.parameters import AugmentParameters, Column
+from accel_train.data.batch_transform import AugmentParameters, BatchTransform, Column
 from accel_train.keyed import hashed, key
 
 COUNT, SIZE, CLASSES = 48, 12, 5

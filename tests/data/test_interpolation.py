@@ -13,11 +13,11 @@ from torchvision.transforms import v2
 
 from accel_train.config.checks import check_channels
 from accel_train.config.schema import Augment, Config, Data
+from accel_train.data.batch_transform import BatchTransform
+from accel_train.data.image_transform import ImageTransform
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order import EvaluationSampler, Plan, TrainingSampler
 from accel_train.data.sources.load import load_splits
-from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UserError
 from accel_train.keyed import hashed, key
 from accel_train.launch.accelerator import create_accelerator

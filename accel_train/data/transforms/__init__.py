@@ -1,1 +1,0 @@
-"""From stored images to the model's input."""
