@@ -18,9 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_train.checkpoint.directory import Snapshot
-from accel_train.checkpoint.state_dict import check_same_model, named_tensors
+from accel_train.checkpoint.state import TrainState, check_same_model, named_tensors
 from accel_train.checkpoint.store import CheckpointStore, RestorePlan
-from accel_train.checkpoint.train_state import TrainState
 from accel_train.data.order import EvaluationSampler, IndexBatch, Plan, TrainingSampler, accumulation_steps
 from accel_train.errors import LOGGER, UnsavedError, UserError, first_of, print_logged
 from accel_train.exact_sum import ExactGradients, exact_sum

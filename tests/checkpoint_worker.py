@@ -17,9 +17,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from accel_train.checkpoint.state_dict import gather_to_main, named_tensors, optimizer_state
+from accel_train.checkpoint.state import TrainState, gather_to_main, named_tensors, optimizer_state
 from accel_train.checkpoint.store import Checkpoints
-from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Checkpoint, Config
 from accel_train.errors import UserError
 from accel_train.ownership.lease import Lease

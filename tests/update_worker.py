@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from accel_train import models, training_setup
-from accel_train.checkpoint.train_state import TrainState
+from accel_train.checkpoint.state import TrainState
 from accel_train.config.options import parse
 from accel_train.data.order import share
 from accel_train.data.sources.load import load_splits

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accel_train.checkpoint.state_dict import (
+from accel_train.checkpoint.state import (
     broadcast_optimizer_state,
     gather_to_main,
     matching_state,

@@ -19,7 +19,7 @@ from accel_train.checkpoint.directory import (
     read_while_trained,
     verify_checkpoint,
 )
-from accel_train.checkpoint.state_dict import check_same_model, named_tensors
+from accel_train.checkpoint.state import check_same_model, named_tensors
 from accel_train.errors import UserError, reason_of
 from accel_train.files import is_count, json_object, read_regular_file, require_regular_file
 from accel_train.ownership.owner import read_result

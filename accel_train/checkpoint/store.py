@@ -1,6 +1,6 @@
 """Checkpoints of a model and its optimizer: saved in the background, pruned, and restored on any number of processes.
 
-directory.py makes a checkpoint complete or absent, and chooses the one to resume from; state_dict.py gathers what is in
+directory.py makes a checkpoint complete or absent, and chooses the one to resume from; state.py gathers what is in
 it from many processes and sends it to them. What a run has to match to resume from it is decided by the class of the
 run: `Checkpoints` for the trainer, a loop of one's own has its own.
 """
@@ -36,8 +36,9 @@ from accel_train.checkpoint.directory import (
     versions,
     write_checkpoint,
 )
-from accel_train.checkpoint.state_dict import (
+from accel_train.checkpoint.state import (
     MismatchError,
+    TrainState,
     broadcast_optimizer_state,
     broadcast_weights,
     check_same_model,
@@ -48,7 +49,6 @@ from accel_train.checkpoint.state_dict import (
     outline,
     state_mismatch,
 )
-from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import (
     FORMAT,
     SAMPLE_KEYS,

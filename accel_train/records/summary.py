@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_train import __version__
-from accel_train.checkpoint.train_state import TrainState
+from accel_train.checkpoint.state import TrainState
 from accel_train.config.compatibility import FORMAT, learning_settings
 from accel_train.config.declaration import BEST_METRICS
 from accel_train.config.schema import Config, value

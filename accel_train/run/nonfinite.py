@@ -26,7 +26,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accel_train.checkpoint.train_state import TrainState
+from accel_train.checkpoint.state import TrainState
 from accel_train.compat import flag_nonfinite, scale_without_waiting
 from accel_train.config.schema import Config
 from accel_train.errors import UserError

@@ -20,8 +20,8 @@ from accelerate.utils import gather_object
 from rich.console import Console as RichConsole
 
 from accel_train.checkpoint.directory import checkpoint_path
+from accel_train.checkpoint.state import TrainState
 from accel_train.checkpoint.store import Checkpoints
-from accel_train.checkpoint.train_state import TrainState
 from accel_train.data.loading import evaluation_batch_size
 from accel_train.errors import EvaluationError, UnsavedError, counted, is_terminal, one_line
 from accel_train.evaluate import Batch, evaluate

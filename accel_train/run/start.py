@@ -20,8 +20,8 @@ from accelerate import Accelerator
 from accel_train import __version__
 from accel_train.checkpoint.directory import MANIFEST, BrokenError, find_newest_checkpoint, verify_files
 from accel_train.checkpoint.reading import find_weights
+from accel_train.checkpoint.state import TrainState
 from accel_train.checkpoint.store import Checkpoints
-from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import END_KEYS, affects_learning, check_format, differences, learning_fingerprint
 from accel_train.config.schema import Config, Origin
 from accel_train.data.order import create_draws

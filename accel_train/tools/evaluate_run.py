@@ -23,7 +23,7 @@ from scipy.special import expit, log_expit, logsumexp, softmax
 from torch import Tensor, nn
 
 from accel_train.checkpoint.reading import RunWeights, weights_of_run
-from accel_train.checkpoint.state_dict import broadcast_weights, named_tensors
+from accel_train.checkpoint.state import broadcast_weights, named_tensors
 from accel_train.config.schema import Config, as_dict
 from accel_train.data.loading import create_input_pipeline, evaluation_batch_size
 from accel_train.data.order import EvaluationSampler

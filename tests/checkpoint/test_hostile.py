@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from accel_train.checkpoint.directory import BrokenError, checkpoint_path, list_updates, verify_checkpoint
-from accel_train.checkpoint.train_state import TrainState
+from accel_train.checkpoint.state import TrainState
 from accel_train.cli import main
 from accel_train.config.schema import Data
 from accel_train.data.sources.webdataset import webdataset

@@ -23,8 +23,8 @@ from torch import nn
 from accel_train.checkpoint import store
 from accel_train.checkpoint.directory import find_newest_checkpoint, list_updates
 from accel_train.checkpoint.reading import RunWeights
+from accel_train.checkpoint.state import TrainState
 from accel_train.checkpoint.store import Checkpoints
-from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Checkpoint, Config, Data, Ema, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.files import sha256

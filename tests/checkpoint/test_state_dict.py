@@ -8,7 +8,7 @@ import torch
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from accel_train.checkpoint.state_dict import (
+from accel_train.checkpoint.state import (
     HOW_TO_COMPUTE,
     broadcast_optimizer_state,
     broadcast_weights,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.checkpoint.train_state import TrainState
+from accel_train.checkpoint.state import TrainState
 from accel_train.config.schema import Config, Stop
 from accel_train.data.order import Plan, create_plan
 

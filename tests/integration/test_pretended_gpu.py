@@ -502,7 +502,7 @@ def test_a_save_waits_for_the_device_once(gpu: Pretended, tmp_path: Path, optimi
     )
     words = ("digits", *SMALL, *model, "--checkpoint.every-updates", 1, "--checkpoint.keep", 9)
     done = succeeded(gpu("train", *words, "--output-dir", tmp_path / "run"))
-    saved = {"state_dict.py:gather_to_main stream.synchronize": 1}
+    saved = {"state.py:gather_to_main stream.synchronize": 1}
     for waits in done.waits[2:5]:
         assert {name: times for name, times in waits.items() if "state_dict" in name or "manager" in name} == saved
     last = torch.load(tmp_path / "run/checkpoints/update-00000006/optimizer.pt", weights_only=True)

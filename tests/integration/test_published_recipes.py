@@ -37,7 +37,7 @@ from torchvision.models.convnext import CNBlockConfig
 from torchvision.ops._utils import split_normalization_params
 
 from accel_train import models, training_setup
-from accel_train.checkpoint.train_state import TrainState
+from accel_train.checkpoint.state import TrainState
 from accel_train.config.options import parse
 from accel_train.data.sources.load import splits_of
 from accel_train.launch.environment import prepare_environment

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accel_train import cli
-from accel_train.checkpoint.train_state import TrainState
+from accel_train.checkpoint.state import TrainState
 from accel_train.records.metrics import Evaluation, headlines
 from accel_train.task import (
     ONE_LABEL,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_train.checkpoint.train_state import TrainState
+from accel_train.checkpoint.state import TrainState
 from accel_train.config.schema import Config
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.splits import Splits

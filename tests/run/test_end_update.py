@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from accel_train.checkpoint.train_state import TrainState
+from accel_train.checkpoint.state import TrainState
 from accel_train.config.schema import Checkpoint, Config
 from accel_train.data.order import NO_END, Plan
 from accel_train.records.events import UpdateDone

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_train.checkpoint.train_state import TrainState
+from accel_train.checkpoint.state import TrainState
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
 from accel_train.run import nonfinite
