@@ -12,7 +12,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from accel_train.cli.dispatch import COMMANDS
+from accel_train.cli import COMMANDS
 from accel_train.config.schema import option_types
 
 ROOT = Path(__file__).parent.parent

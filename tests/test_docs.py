@@ -24,7 +24,7 @@ from PIL import Image
 from reference import BUILT
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from accel_train.cli.dispatch import COMMANDS, command_class
+from accel_train.cli import COMMANDS, command_class
 from accel_train.cli.jobs import Submit, divide
 from accel_train.cli.recipes import FOLDERS, Bench, FindLr, Preview
 from accel_train.cli.train import Doctor

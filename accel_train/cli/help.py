@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from accel_train.cli.dispatch import COMMANDS, command_class
+from accel_train.cli import COMMANDS, command_class
 from accel_train.config.declaration import Word
 from accel_train.config.options import NEUTRAL_IN_WORDS, CommandOptions, parse_command
 from accel_train.config.recipe import recipe_names

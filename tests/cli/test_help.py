@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_dispatch import PROGRAM, accel_train
 
-from accel_train.cli.dispatch import COMMANDS, main
+from accel_train.cli import COMMANDS, main
 from accel_train.cli.help import COMMON, groups, help_texts
 from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import option_types

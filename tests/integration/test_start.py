@@ -13,8 +13,7 @@ import torch
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from accel_train import user_code
-from accel_train.cli import dispatch
+from accel_train import cli, user_code
 from accel_train.config.schema import Augment, Config, Model, Optim
 from accel_train.errors import UserError
 from accel_train.optim.optimizer import TORCHS, create_optimizer
@@ -64,23 +63,23 @@ def test_a_mistake_keeps_its_code_and_other_ways_are_taken_apart(tmp_path: Path)
 
 def test_the_ordinary_end_is_for_trackers_own_code_threads_and_profilers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_code, "USED", [])
-    for name in dispatch.TRACKERS:
+    for name in cli.TRACKERS:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "gettrace", lambda: None)
-    assert dispatch.may_end_at_once()
+    assert cli.may_end_at_once()
     with monkeypatch.context() as patch:
         patch.setattr(user_code, "USED", ["metrics"])
-        assert not dispatch.may_end_at_once()
+        assert not cli.may_end_at_once()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "wandb", sys)
-        assert not dispatch.may_end_at_once()
+        assert not cli.may_end_at_once()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "getprofile", lambda: print)
-        assert not dispatch.may_end_at_once()
+        assert not cli.may_end_at_once()
     waits = threading.Event()
     thread = threading.Thread(target=waits.wait)
     thread.start()
-    assert not dispatch.may_end_at_once()
+    assert not cli.may_end_at_once()
     waits.set()
     thread.join()
 
