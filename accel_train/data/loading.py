@@ -29,7 +29,6 @@ from accel_train.data.order import (
 )
 from accel_train.data.sources.load import IN_MEMORY, resolve_mean_std
 from accel_train.data.sources.splits import Source, Splits, has_one_size, unwrap_subset
-from accel_train.data.worker_processes import WORKERS, WorkerContext, end_with_trainer, start_server
 from accel_train.errors import UserError, counted
 from accel_train.launch.process import core_set, hostname, share_of_cores
 from accel_train.task import Task
@@ -46,6 +45,8 @@ def start_workers_early(config: Config) -> None:
     """
     in_memory = config.data.name.removeprefix("torch/") in IN_MEMORY
     if transforms_each_image(in_memory, config.augment, training=True) and config.data.workers != 0:
+        from accel_train.data.worker_processes import WORKERS, start_server
+
         start_server(WORKERS)
 
 
@@ -272,6 +273,7 @@ def create_loader(
     `cores` (with a GPU: one less).
     """
     from accel_train.data.sources.user import UserDataset
+    from accel_train.data.worker_processes import WORKERS, WorkerContext, end_with_trainer
     from accel_train.data.workers import BatchDataset, no_collate
 
     augment, training = transform.augment, transform.training
