@@ -45,6 +45,8 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000", "THP_MEM_ALLOC_ENABLE": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a thread of pyarrow's, which scikit-learn imports
 }  # fmt: skip
+LATER = ("sklearn.metrics", "timm", "torch._dynamo", "torchvision.datasets")
+"""What many runs import when they need it, as each of torch's optimizers does torch._dynamo: for a second or more."""
 POLL_SECONDS = 0.01
 ADDRESS = f"\0accel-train-tests-{os.getpid()}"  # in no folder, and gone with the server; only Linux has such names
 
@@ -160,7 +162,8 @@ def _import_all() -> None:
     for module in pkgutil.walk_packages(accel_train.__path__, "accel_train."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    importlib.import_module("sklearn.metrics")
+    for name in LATER:
+        importlib.import_module(name)
     threads = list(Path("/proc/self/task").iterdir()) if Path("/proc/self/task").exists() else [Path()]
     assert len(threads) == 1, f"an import has begun threads, which forked children lack: {threads}"
     gc.collect()
