@@ -5,14 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import helpers
 import pytest
 import torch
 from torch import Tensor, distributed, nn
@@ -145,7 +144,7 @@ sys.exit(worker.exitcode)
 def test_a_worker_does_not_import_the_main_module(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    done = helpers.python(script)
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 

@@ -18,13 +18,13 @@ SHAPES = {"digits": ("1", "8"), "mnist": ("1", "28"), "fashion_mnist": ("1", "28
 
 
 def small(recipe: str) -> list[str]:
-    """Two updates of the recipe, or of one of `odd_models.py`, on made images; the second has 10 samples of 16, in
+    """Two updates of the recipe, or of "model:NAME", on made images; the second has 10 samples of 16, in
     virtual batches of 4.
 
     The learning rate is 0: both begin with equal weights, and a rounding cannot grow from one to the other.
     """
-    if recipe.startswith("odd:"):
-        return [*small("cifar10_resnet18"), "--model.name", f"{ODD_MODELS}:{recipe.removeprefix('odd:')}"]
+    if recipe.startswith("model:"):
+        return [*small("cifar10_resnet18"), "--model.name", recipe.removeprefix("model:")]
     config = parse([recipe])
     channels, size = SHAPES.get(config.data.name, ("3", "96"))
     options = [recipe, "--data.name", "synthetic", "--data.channels", channels, "--model.image-size", size]
@@ -76,7 +76,7 @@ def differences(results: dict, recipes: list[str], limits: dict[str, float]) -> 
 
 # Dropout; BatchNorm and mixup; a BatchNorm that is called twice, and layers that are never called; some that are called
 # in some passes, on some processes.
-QUICK = ["mnist_cnn", "cifar10_resnet18", "odd:SharedNorm", "odd:Experts"]
+QUICK = ["mnist_cnn", "model:test_resnet", f"model:{ODD_MODELS}:SharedNorm", f"model:{ODD_MODELS}:Experts"]
 LARGE = "imagenet_vit_b16"  # four processes with its weights in float64 need much memory
 
 
@@ -107,6 +107,5 @@ torchvision/shufflenet_v2_x0_5 torchvision/squeezenet1_1 torchvision/vgg11_bn to
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_of_timm_and_torchvision(tmp_path: Path, name: str) -> None:
-    words = [*small("cifar10_resnet18"), "--model.name", name]
-    results = computed(tmp_path, [words], "float64")
+    results = computed(tmp_path, [small(f"model:{name}")], "float64")
     assert not differences(results, [name], dict.fromkeys(("loss", "gradient", "statistics"), 1e-9))
