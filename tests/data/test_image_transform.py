@@ -234,7 +234,9 @@ class TestLoader:
                 assert found.setdefault(number, pixels) == pixels  # padding repeats samples
         return found
 
-    @pytest.mark.parametrize("policy", ["trivialaugment", "augmix", "none"])
+    @pytest.mark.parametrize(
+        "policy", [*(pytest.param(name, marks=pytest.mark.ci) for name in ("trivialaugment", "augmix")), "none"]
+    )
     def test_any_batch_size_any_worker_any_restart(self, policy: str) -> None:
         source = load_splits(Data(train_limit=100), 0).train
         augment = Augment(crop="random", pad=1, policy=policy)  # type: ignore[arg-type]

@@ -107,6 +107,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.ci
 def test_processes_with_another_table_do_not_train_together(images: Path, tmp_path: Path) -> None:
     for rank in "01":
         (tmp_path / rank).mkdir()

@@ -41,6 +41,7 @@ def ended(words: list[str], more: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.ci
 def test_a_training_imports_nothing_heavy_and_ends_at_once(tmp_path: Path) -> None:
     """With torch's optimizer and schedules, from arrays. What others have registered for the exit is called, what was
     printed is written to a pipe, and the run is complete."""

@@ -21,6 +21,7 @@ from accel_train.ownership.lease import Lease
 from accel_train.ownership.owner import FILE, Owner, read_owner, remove_owner
 
 
+@pytest.mark.ci
 def test_starts_of_one_second_get_directories_of_their_own(tmp_path: Path) -> None:
     program = (
         "import time; from pathlib import Path; from accel_train.ownership.lease import new_directory\n"

@@ -406,6 +406,7 @@ def test_a_worker_keeps_the_index_that_it_was_given(tmp_path: Path) -> None:
     assert [source.name(i) for i in range(6)] == names and len(values(source)) == 6
 
 
+@pytest.mark.ci
 def test_what_needs_many_processes_finds_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in KINDS:
         root = make(tmp_path / kind, kind)
@@ -470,7 +471,7 @@ def damages(content: bytes) -> Iterator[bytes]:
             yield packed({**arrays, "__metadata__": {"index": text, "checksum": str(checksum)}})
 
 
-@pytest.mark.parametrize("kind", ["folder", "wds"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("wds", marks=pytest.mark.ci)])
 def test_a_damaged_index_is_made_again(tmp_path: Path, kind: str) -> None:
     root = make(tmp_path / "data", kind)
     right = content(root, kind)

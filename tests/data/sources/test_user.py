@@ -192,7 +192,7 @@ def noisy(i):
 """
 
 
-@pytest.mark.parametrize("policy", ["none", "trivialaugment"])
+@pytest.mark.parametrize("policy", ["none", pytest.param("trivialaugment", marks=pytest.mark.ci)])
 def test_random_draws_follow_from_the_sample_not_from_the_worker(tmp_path: Path, policy: str) -> None:
     splits = splits_of(tmp_path, "{'train': Items(noisy, 32, label=alternating)}",
                        RANDOM + "\ndef alternating(i): return i % 2\n")  # fmt: skip
