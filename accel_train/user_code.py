@@ -21,7 +21,6 @@ import ast
 import copy
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -510,7 +509,9 @@ def imports(path: Path) -> dict[str, str]:
 
     What these modules of the user's import is in it, too. Imports by other means than `import` statements are not seen.
     """
-    packages = importlib.metadata.packages_distributions()
+    from importlib.metadata import packages_distributions, version  # each command would wait for it
+
+    packages = packages_distributions()
     recorded: dict[str, str] = {}
     files = [path]
     for file in files:
@@ -519,7 +520,7 @@ def imports(path: Path) -> dict[str, str]:
             if top in sys.stdlib_module_names or name in recorded:
                 continue
             if top in packages:
-                recorded[top] = importlib.metadata.version(packages[top][0])
+                recorded[top] = version(packages[top][0])
                 continue
             beside = path.parent.joinpath(*name.split("."))
             neighbours = (each for each in (beside.with_suffix(".py"), beside / "__init__.py") if each.is_file())
