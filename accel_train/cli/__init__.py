@@ -110,11 +110,12 @@ TRACKERS = ("wandb", "mlflow", "tensorboard")
 
 def may_end_at_once() -> bool:
     """Whether nothing needs the interpreter any more: no tracker, no code of the user's, no thread, no profiler."""
+    from accel_train.user_code import USED  # train and evaluate have imported it; --help does without
+
     monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
     measured = sys.gettrace() or sys.getprofile() or (monitoring and any(map(monitoring.get_tool, range(6))))
     threads = any(not each.daemon for each in threading.enumerate() if each is not threading.main_thread())
-    own_code = getattr(sys.modules.get("accel_train.user_code"), "USED", [])
-    late = own_code or any(name in sys.modules for name in TRACKERS)  # objects of theirs may do something when deleted
+    late = USED or any(name in sys.modules for name in TRACKERS)  # objects of theirs may do something when deleted
     return not (measured or threads or sys.flags.inspect or late)
 
 
