@@ -73,8 +73,13 @@ class Step:
         self.exact_gradients = ExactGradients(self.trained, plan.virtual_batches) if config.bitwise else None
         self.ddp_sums = not config.bitwise
         self.recomputed_buffers = models.prepare_recomputation(model, config.model)  # with gradient checkpointing
+        # A forward pass spoils BatchNorm's statistics, even that of an update that is skipped.
+        self.kept_buffers = list(bare_model.buffers()) if config.on_nonfinite == "skip" else []
+        self._before: list[Tensor] = []  # the kept buffers before the current update
         self._samples, self._padded = 0, False  # of the current update
-        self._weights = torch.empty(0)  # of the current micro-batch
+        self._batch: Batch = {}  # the current micro-batch
+        self.computed: list[tuple[Tensor, Tensor]] = []
+        """(ids int64 [b], losses float32 [b]) of each micro-batch of the current update, which the guard checks."""
 
     def micro_batches(self, batches: Iterable[Batch], update: int, samples: int) -> Iterator[Batch]:
         """Yield those of the micro-batches of `update`, counted from 0, that this process computes.
@@ -83,11 +88,13 @@ class Step:
         each. After the last one the gradients are those of the mean over the samples, of all processes together.
         """
         self._samples, self._padded = samples, samples < self.config.batch_size
+        self.computed = []
+        self._before = [buffer.clone() for buffer in self.kept_buffers]
         for number, batch in enumerate(batches):
             if not self.ddp_sums and self.plan.is_empty(self.accelerator.process_index, number):
                 continue  # the processes cannot share the batch evenly, and no other waits for this one's gradients
             with self._summing():
-                self._weights = batch["weights"]
+                self._batch = batch
                 if self._is_idle():
                     continue
                 # For random numbers that are not drawn by sample. Before the transform, which may be a user's own.
@@ -105,7 +112,7 @@ class Step:
         if self.verdict.together:
             return self._forward_of_real_samples(inputs)
         if self.virtual_batches is not None:
-            self.virtual_batches.begin(self._weights, padded=self._padded, may_be_empty=self.plan.empty > 0)
+            self.virtual_batches.begin(self._batch["weights"], padded=self._padded, may_be_empty=self.plan.empty > 0)
         with self.around_forward:
             logits: Tensor = self.model(inputs)
         return logits
@@ -121,6 +128,7 @@ class Step:
             self.accelerator.backward(losses.sum() * scale)
         if self.exact_gradients is not None:
             self.exact_gradients.add()
+        self.computed.append((self._batch["ids"], losses.detach()))
 
     def apply(self, update: int) -> None:
         """Let the optimizer take its step of `update`, counted from 1, and move statistics and EMA."""
@@ -142,8 +150,11 @@ class Step:
             update_ema(self.ema, self.bare_model, update)  # last, for it averages the statistics, too
         self.optimizer.zero_grad()
 
+    @torch.no_grad()
     def discard(self) -> None:
-        """Skip the update: neither its gradients nor its statistics count."""
+        """Skip the update: neither its gradients nor what its forward passes did to the buffers count."""
+        for buffer, before in zip(self.kept_buffers, self._before, strict=True):
+            buffer.copy_(before)
         if self.virtual_batches is not None:
             self.virtual_batches.discard()
         self.optimizer.zero_grad()
@@ -157,11 +168,12 @@ class Step:
     def _is_idle(self) -> bool:
         """Whether the micro-batch has no samples and need not be computed, because no other process waits for it."""
         waited_for = self.ddp_sums and self.accelerator.num_processes > 1
-        return bool(self.verdict.together) and self._padded and not waited_for and not bool((self._weights > 0).any())
+        may_be = bool(self.verdict.together) and self._padded and not waited_for
+        return may_be and not bool((self._batch["weights"] > 0).any())
 
     def _forward_of_real_samples(self, inputs: Tensor) -> Tensor:
         """The logits of one virtual batch: those of its real samples, which may depend on each other, and zeros."""
-        weights = self._weights
+        weights = self._batch["weights"]
         if not (self._padded or self.plan.empty):
             if self.virtual_batches is not None:
                 self.virtual_batches.begin(weights, padded=False, whole=True)

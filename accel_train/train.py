@@ -135,16 +135,14 @@ def train_epoch(setup: TrainingSetup, run: Run) -> None:
 
 def update(setup: TrainingSetup, run: Run, batches: Iterable[Batch], samples: int) -> bool:
     """Make one update with the mean gradient of `samples` samples. Returns False if it was skipped as not finite."""
-    step, state, guard = setup.step, run.state, run.guard
-    guard.start(state)  # the guard looks for losses and gradients that are not finite
+    step, state = setup.step, run.state
     for batch in step.micro_batches(batches, state.update, samples):
         inputs, targets = setup.training.transform(batch)
         logits = step.forward(inputs)
         losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding has weight 0
         step.backward(losses)
         run.meter.add(logits.detach(), targets, losses.detach(), batch["weights"])
-        guard.record(batch, losses)
-    applied = guard.check_step(state)
+    applied = run.guard.check_step(state, step.computed)  # looks for losses and gradients that are not finite
     if applied:
         step.apply(state.update + 1)
     else:

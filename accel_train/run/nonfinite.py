@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -39,10 +39,9 @@ MOST_IN_A_ROW = 10  # skipped updates in a row: then the model is broken, not a 
 class CheckedUpdate:
     """The samples and losses of one update, on this process."""
 
-    number: int = 0  # of the update, counted from 1
-    ids: list[Tensor] = field(default_factory=list)  # int64 [b] of each batch
-    losses: list[Tensor] = field(default_factory=list)  # float32 [b] of each batch
-    bad: Tensor | None = None  # 1 or 0; from CUDA a copy on the host, valid after the event `copied`
+    number: int  # of the update, counted from 1
+    computed: list[tuple[Tensor, Tensor]]  # see Step.computed
+    bad: Tensor  # 1 or 0; from CUDA a copy on the host, valid after the event `copied`
     copied: Any = None
 
 
@@ -62,33 +61,16 @@ class Guard:
         self.config, self.accelerator = config, accelerator
         self.emit, self.has_no_checkpoint = emit, has_no_checkpoint
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.buffers = list(model.buffers())
         self._one = torch.ones((), device=accelerator.device)
-        self._before: list[Tensor] = []  # buffers before an update that may be skipped
-        self._current = CheckedUpdate()
         self._unread: CheckedUpdate | None = None  # the previous update, if the host has not yet read its answer
 
-    def start(self, state: TrainState) -> None:
-        """Begin an update. Call it before the first forward pass, which may spoil BatchNorm's statistics."""
-        self._current = CheckedUpdate(state.update + 1)
-        self._before = []
-        if self.config.on_nonfinite == "skip":
-            self._before = [buffer.clone() for buffer in self.buffers]
-
-    def record(self, batch: dict[str, Any], losses: Tensor) -> None:
-        """Record a micro-batch of the update, as the loader returned it, and its losses (float32 [b])."""
-        self._current.ids.append(batch["ids"])
-        self._current.losses.append(losses.detach())
-
     @torch.no_grad()
-    def check_step(self, state: TrainState) -> bool:
-        """Whether the optimizer may take its step. Call it after the last backward pass.
+    def check_step(self, state: TrainState, computed: list[tuple[Tensor, Tensor]]) -> bool:
+        """Whether the optimizer may take its step. Call it after the last backward pass, with `Step.computed`.
 
-        If not, the update is skipped; the buffers are restored, the gradients are not. Raises UserError with
-        --on-nonfinite stop.
+        If not, the update is skipped: discard it. Raises UserError with --on-nonfinite stop.
         """
-        checked = self._current
-        checked.bad = self._find_bad()
+        checked = CheckedUpdate(state.update + 1, computed, self._find_bad(computed))
         if self.config.on_nonfinite == "skip":
             if checked.bad.item():
                 self._skip(checked, state)
@@ -108,17 +90,17 @@ class Guard:
         Call it before something is logged or saved. Raises UserError if that update was not finite.
         """
         checked, self._unread = self._unread, None
-        if checked is not None and checked.bad is not None:
+        if checked is not None:
             if checked.copied is not None:
                 checked.copied.synchronize()
             if checked.bad.item():
                 self._stop(checked)
 
-    def _find_bad(self) -> Tensor:
+    def _find_bad(self, computed: list[tuple[Tensor, Tensor]]) -> Tensor:
         """1 if this update must not count, else 0: float32 [] on the device, the same on all processes."""
         present = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in present]
-        losses, scaler = self._current.losses, self.accelerator.scaler
+        losses, scaler = [losses for _, losses in computed], self.accelerator.scaler
         if scaler is None:
             return self._any_process(self._is_not_finite([*losses, *gradients]))
         scale = scale_without_waiting(scaler)
@@ -146,14 +128,12 @@ class Guard:
         return 1 - nn.utils.get_total_norm(tensors, norm_type=math.inf).to(device).isfinite().float()
 
     def _skip(self, checked: CheckedUpdate, state: TrainState) -> None:
-        """Undo what the forward pass of a bad update did to the buffers, and count the update as skipped."""
+        """Count a bad update as skipped. Raises UserError if there were too many in a row."""
         if state.skipped_in_a_row >= MOST_IN_A_ROW:
             self._stop(checked)
         state.skipped_updates += 1
         state.skipped_in_a_row += 1
         self.emit(Skipped(checked.number, self._describe(checked), state.skipped_updates))
-        for buffer, before in zip(self.buffers, self._before, strict=True):
-            buffer.copy_(before)
 
     def _stop(self, checked: CheckedUpdate) -> NoReturn:
         """Report a bad update and raise UserError."""
@@ -171,8 +151,9 @@ class Guard:
 
     def _describe(self, checked: CheckedUpdate) -> str:
         """What is not finite, the same on all processes."""
-        own = zip(torch.cat(checked.ids).tolist(), torch.cat(checked.losses).tolist(), strict=True)
-        everyone: list[tuple[int, float]] = gather_object([*own])
+        # A process that had only padding has computed nothing.
+        own = [pair for ids, losses in checked.computed for pair in zip(ids.tolist(), losses.tolist(), strict=True)]
+        everyone: list[tuple[int, float]] = gather_object(own)
         bad = [id_ for id_, loss in everyone if not math.isfinite(loss)]
         if not bad:
             return "the gradient, though all losses are finite"

@@ -55,7 +55,7 @@ def find_lr(launch: Launch, config: Config, *, updates: int = 100) -> LearningRa
     """
     # A run that is long enough, without what does not change the loss, but costs time or has a place in a run.
     config = dataclasses.replace(config, resume="auto", output_dir=None, trackers=(), bitwise=False)
-    config = dataclasses.replace(config, epochs=updates, stop=Stop(), schedule=Schedule())
+    config = dataclasses.replace(config, on_nonfinite="stop", epochs=updates, stop=Stop(), schedule=Schedule())
     accelerator = connect(config, launch)
     begin = find_start(config, accelerator)
     splits = load_data(begin.config, accelerator)
