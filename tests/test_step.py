@@ -10,15 +10,14 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from accel_train import step
 from accel_train.checkpoint.state import TrainState
 from accel_train.config.schema import Config
 from accel_train.data.order import Plan
 from accel_train.errors import UserError
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.verdict import Verdict
-from accel_train.run import nonfinite
-from accel_train.run.nonfinite import Guard
-from accel_train.step import Step
+from accel_train.step import Guard, Step
 
 said: list[Any] = []
 
@@ -76,7 +75,7 @@ class Training:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nonfinite, "gather_object", lambda values: values)
+    monkeypatch.setattr(step, "gather_object", lambda values: values)
 
 
 def test_a_skipped_update_leaves_nothing_and_its_samples_are_named() -> None:
@@ -101,7 +100,7 @@ def test_what_is_bad_on_another_process_is_bad_here(monkeypatch: pytest.MonkeyPa
         values.clamp_(min=others)
 
     training = Training("stop")
-    monkeypatch.setattr(nonfinite.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(step.dist, "all_reduce", all_reduce)
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     assert training.update(1.0)
     training.guard.check_previous()
@@ -113,8 +112,8 @@ def test_what_is_bad_on_another_process_is_bad_here(monkeypatch: pytest.MonkeyPa
 
 def test_a_process_that_had_only_padding_hears_of_a_loss_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training("skip")
-    monkeypatch.setattr(nonfinite.dist, "all_reduce", lambda values, _: values.fill_(1.0))
-    monkeypatch.setattr(nonfinite, "gather_object", lambda values: [*values, (8, math.inf), (5, 0.5)])
+    monkeypatch.setattr(step.dist, "all_reduce", lambda values, _: values.fill_(1.0))
+    monkeypatch.setattr(step, "gather_object", lambda values: [*values, (8, math.inf), (5, 0.5)])
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     assert not training.guard.check_step(training.state, [])
     assert said[-1].reason == "the loss of 1 of 2 samples (ids 8)"

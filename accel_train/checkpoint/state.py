@@ -79,7 +79,7 @@ class TrainState:
     evaluated: int | None = None
     """The newest update within an epoch after which the run has evaluated, as --eval-every-updates or its end asks."""
     skipped_updates: int = 0
-    """Updates that were skipped because their loss or gradient was not finite; see run/nonfinite.py."""
+    """Updates that were skipped because their loss or gradient was not finite; see step.py."""
     skipped_in_a_row: int = 0
     """How many of them are the newest updates."""
 

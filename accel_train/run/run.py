@@ -68,9 +68,9 @@ from accel_train.records.summary import (
     resumed_text,
     stopped_text,
 )
-from accel_train.run.nonfinite import Guard
 from accel_train.run.start import restore
 from accel_train.run.watchdog import Watchdog
+from accel_train.step import Guard
 from accel_train.training_setup import TrainingSetup
 
 TELL_SECONDS = 0.2

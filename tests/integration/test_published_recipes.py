@@ -44,7 +44,7 @@ from accel_train.launch.environment import prepare_environment
 from accel_train.optim.schedule import LearningRate
 from accel_train.records.events import Stream
 from accel_train.records.meter import Meter
-from accel_train.run.nonfinite import Guard
+from accel_train.step import Guard
 from accel_train.task import ONE_LABEL
 from accel_train.train import grouped, update
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup

@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from accel_train.checkpoint.directory import checkpoint_path, find_newest_checkpoint, list_updates
-from accel_train.run.nonfinite import _all_finite
+from accel_train.step import _all_finite
 
 BATCH, UPDATES = 8, 5  # of an epoch
 # A net with BatchNorm, whose statistics the forward pass of a bad update spoils, and a mean of the weights.
