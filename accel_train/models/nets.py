@@ -1,6 +1,6 @@
-"""The small nets of the tutorials, and two that papers describe but no library has.
+"""The small nets of the tutorials, and two that papers describe but no library has; first, layers for more speed.
 
-Each function takes the number of classes, the channels and the height and width of the (square) input, and
+The function of a net takes the number of classes, the channels and the height and width of the (square) input, and
 returns a module that maps float images [batch, channels, image_size, image_size] to logits float [batch,
 num_classes].
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from accel_train.errors import UserError
 
@@ -33,6 +34,51 @@ class Flatten(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.permute(0, 2, 3, 1).flatten(1)
+
+
+class PaddingAwareConv2d(nn.Conv2d):
+    """An nn.Conv2d with the same parameters that crops its kernel to the taps that see a pixel.
+
+    A network for 224x224 pixels halves the size five times: one pixel is left of CIFAR's 32x32, and only the centre of
+    a 3x3 kernel with padding 1 sees it. The other eight taps are multiplied by zeros and have zero gradients, so
+    skipping them gives the same function. On a CPU an update of torchvision's ResNet-18 on 32x32 is 1.15 times as fast.
+    """
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """The same as nn.Conv2d's, for images [b, C, H, W]."""
+        assert isinstance(self.padding, tuple)
+        geometry = zip(images.shape[-2:], self.kernel_size, self.stride, self.padding, strict=True)
+        (top, bottom, above), (left, right, beside) = (_taps(*side) for side in geometry)
+        weight = self.weight
+        if (bottom - top, right - left) != self.kernel_size:
+            weight = weight[:, :, top:bottom, left:right].contiguous()
+        return F.conv2d(images, weight, self.bias, self.stride, (above, beside), groups=self.groups)
+
+
+def use_padding_aware_convolutions(model: nn.Module) -> None:
+    """Make the plain convolutions of `model` padding-aware in place; weights and their names do not change.
+
+    It assigns `__class__`, so that other references to a module, hooks and parameters stay valid. That works because
+    PaddingAwareConv2d only overrides `forward` (see tests/optim/test_performance.py).
+    """
+    for module in model.modules():
+        plain = type(module) is nn.Conv2d and isinstance(module.padding, tuple) and module.padding_mode == "zeros"
+        if plain and module.dilation == (1, 1):
+            module.__class__ = PaddingAwareConv2d
+
+
+def _taps(length: int, kernel: int, stride: int, padding: int) -> tuple[int, int, int]:
+    """(first tap, end, padding) along one side: the taps that see one of `length` pixels, and the remaining padding.
+
+    Tap t of output o sees pixel o*stride - padding + t.
+    """
+    outputs = (length + 2 * padding - kernel) // stride + 1
+    first, end = max(0, padding - (outputs - 1) * stride), min(kernel, length + padding)
+    left = padding - first
+    # No tap sees a pixel, or there would be another output.
+    if first >= end or (length + 2 * left - (end - first)) // stride + 1 != outputs:
+        return 0, kernel, padding
+    return first, end, left
 
 
 def digits_cnn(num_classes: int, channels: int, image_size: int) -> nn.Module:

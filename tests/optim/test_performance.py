@@ -19,15 +19,14 @@ from accel_train import models
 from accel_train.config.schema import Model
 from accel_train.data.order import Plan
 from accel_train.errors import UserError
+from accel_train.models.nets import PaddingAwareConv2d, use_padding_aware_convolutions
 from accel_train.optim.performance import (
-    PaddingAwareConv2d,
     evaluation_advice,
     memory_advice,
     prepare_compilation,
     training_advice,
     unwrap_optimizer,
     use_fastest_memory_format,
-    use_padding_aware_convolutions,
 )
 
 
