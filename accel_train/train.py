@@ -32,9 +32,8 @@ if __name__ == "__main__":
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from itertools import chain, islice
 
 from accel_train import models
 from accel_train.config.schema import Config
@@ -117,11 +116,10 @@ def train_epoch(setup: TrainingSetup, run: Run) -> None:
         evaluate_within_epoch(setup, run)
     models.set_train_mode(setup.model, setup.config.model, state.epoch)
     run.stopwatch.start()
-    for micro_batches in grouped(run.batches(), setup.plan.accumulation):
-        samples = sampler.real_samples(state.epoch_samples)  # how many, without padding
-        applied = update(setup, run, micro_batches, samples)
-        run.count_update(samples, applied=applied)
-        due = run.due()
+    for size, micro_batches in sampler.updates(run.batches()):
+        applied = update(setup, run, micro_batches, size.samples)
+        run.count_update(size, applied=applied)
+        due = run.due(ends_epoch=size.is_last)
         if due.log:
             run.guard.check_previous()  # an update with a NaN or infinite loss or gradient is never logged or saved
             run.log_update()
@@ -201,9 +199,3 @@ def evaluate(setup: TrainingSetup, run: Run, *, is_last: bool, moves_plateau: bo
         # The result decides nothing. After the last epoch `fit` tests anyway.
         run.evaluate("test")
     return False
-
-
-def grouped(batches: Iterator[Batch], size: int) -> Iterator[Iterator[Batch]]:
-    """Yield iterators of `size` batches each. A batch is fetched when it is requested: memory holds only one."""
-    for first in batches:
-        yield chain((first,), islice(batches, size - 1))

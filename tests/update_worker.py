@@ -21,7 +21,7 @@ from accel_train.records.events import Stream
 from accel_train.records.meter import Meter
 from accel_train.step import Guard
 from accel_train.task import ONE_LABEL
-from accel_train.train import grouped, update
+from accel_train.train import update
 from accel_train.training_setup import connect, create_training_setup
 
 
@@ -59,11 +59,11 @@ def updates(options: list[str], accumulation: int, dtype: torch.dtype) -> list[d
         models.set_train_mode(setup.model, config.model)
         setup.sampler.seek(epoch)
         run.state.epoch_samples = 0
-        for micro_batches in grouped(setup.training.batches, setup.plan.accumulation):
-            samples = setup.sampler.real_samples(run.state.epoch_samples)
+        for size, micro_batches in setup.sampler.updates(setup.training.batches):
+            samples = size.samples
             assert update(setup, run, micro_batches, samples)
             run.state.update += 1
-            run.state.epoch_samples += setup.plan.real_samples(run.state.epoch_samples)
+            run.state.epoch_samples += size.covered
             loss = accelerator.reduce(torch.stack(losses).sum(), reduction="sum") / samples
             losses.clear()
             buffers = [b.double().flatten() for n, b in setup.bare_model.named_buffers() if "running" in n]

@@ -21,6 +21,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ from accel_train.config.schema import Config
 from accel_train.errors import UserError
 from accel_train.keyed import hashed, key, permuted, shift
 from accel_train.task import task_of
+
+Batch = TypeVar("Batch")
 
 WASTE = 0.25  # of the slots: if more are empty, the user is told
 NO_END = 2**62  # updates of a run that somebody else ends
@@ -299,6 +303,18 @@ class IndexBatch:
         return self.ids if self.positions is None else keys
 
 
+@dataclass(frozen=True)
+class UpdateSize:
+    """How many samples an update has, over all processes."""
+
+    covered: int
+    """Of the epoch's order, without padding."""
+    samples: int
+    """Of these, those that can be read."""
+    is_last: bool
+    """Whether the epoch ends with this update, or the run within it."""
+
+
 class IndexSampler(Sampler[IndexBatch], ABC):
     """A batch sampler that yields each global micro-batch as an IndexBatch."""
 
@@ -363,12 +379,24 @@ class TrainingSampler(IndexSampler):
     def __len__(self) -> int:
         return self.plan.updates_left(self.epoch, self.position) * self.plan.accumulation
 
-    def real_samples(self, position: int) -> int:
-        """Number of samples in the update at `position` of the epoch that are neither padding nor skipped."""
-        count = self.plan.real_samples(position)
-        if self.unreadable is None:
-            return count
-        return count - int(self.unreadable[self._ids(torch.arange(position, position + count))].sum())
+    def updates(self, batches: Iterator[Batch]) -> Iterator[tuple[UpdateSize, Iterator[Batch]]]:
+        """Divide the micro-batches of an iteration into updates: yield the size of each, and its micro-batches.
+
+        A micro-batch is fetched when it is requested: memory holds only one.
+        """
+        position = self.position
+        size = self.size_at(position)
+        for first in batches:
+            yield size, chain((first,), islice(batches, self.plan.accumulation - 1))
+            position += size.covered
+            size = self.size_at(position)
+
+    def size_at(self, position: int) -> UpdateSize:
+        """The size of the update that begins at `position` of the epoch."""
+        covered = samples = self.plan.real_samples(position)
+        if self.unreadable is not None:
+            samples -= int(self.unreadable[self._ids(torch.arange(position, position + covered))].sum())
+        return UpdateSize(covered, samples, is_last=self.plan.updates_left(self.epoch, position) == 1)
 
     def _ids(self, positions: Tensor) -> Tensor:
         """The samples at `positions` (int64 [n]) of the epoch. This alone decides the order."""

@@ -23,6 +23,7 @@ from accel_train.checkpoint.directory import checkpoint_path
 from accel_train.checkpoint.state import TrainState
 from accel_train.checkpoint.store import Checkpoints
 from accel_train.data.loading import evaluation_batch_size
+from accel_train.data.order import UpdateSize
 from accel_train.errors import EvaluationError, UnsavedError, counted, is_terminal, one_line
 from accel_train.evaluate import Batch, evaluate
 from accel_train.files import read_json_object
@@ -224,30 +225,28 @@ class Run:
         """The training's micro-batches; the time of waiting for them is measured, and the watchdog monitors it."""
         return self.stopwatch.timed(self.watchdog.monitored(self.setup.training.batches, "training"))
 
-    def count_update(self, samples: int, *, applied: bool) -> None:
-        """Count an update with `samples` samples whose optimizer step was `applied` or skipped."""
+    def count_update(self, size: UpdateSize, *, applied: bool) -> None:
+        """Count an update whose optimizer step was `applied` or skipped."""
         state = self.state
-        covered = self.setup.plan.real_samples(state.epoch_samples)  # of the epoch's order; some may be unreadable
         state.update += 1
-        state.epoch_samples += covered
+        state.epoch_samples += size.covered
         if applied:
             self.meter.commit()
-            state.samples_seen += samples
-            state.epoch_left_out += covered - samples
+            state.samples_seen += size.samples
+            state.epoch_left_out += size.covered - size.samples
         else:
             self.meter.discard()
-            state.epoch_left_out += covered
-        self.stopwatch.trained(samples)
+            state.epoch_left_out += size.covered
+        self.stopwatch.trained(size.samples)
         self.pace.update = state.update
         self.watchdog.advance(state.update)
 
-    def due(self) -> Due:
+    def due(self, *, ends_epoch: bool) -> Due:
         """What the user, a signal, the clock and the recipe have made due after this update. Collective."""
         state, config = self.state, self.config
         stop, save = self.stop_requests.poll()
         every = config.checkpoint.every_updates
         self.save_is_due = save or (every is not None and state.update % every == 0)
-        ends_epoch = self.setup.plan.updates_left(state.epoch, state.epoch_samples) == 0
         evaluates = config.eval_every_updates is not None and state.update % config.eval_every_updates == 0
         log = stop or self.save_is_due or evaluates or ends_epoch or state.update % config.log_every_updates == 0
         now = time.monotonic()

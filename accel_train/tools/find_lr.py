@@ -23,7 +23,6 @@ from accel_train.errors import LOGGER
 from accel_train.launch.environment import Launch
 from accel_train.run.start import find_start, load_data
 from accel_train.tools.report.curves import import_pyplot
-from accel_train.train import grouped
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup
 
 FIRST_RATE, LAST_RATE = 1e-6, 10.0
@@ -77,19 +76,18 @@ def _losses(setup: TrainingSetup, rates: Sequence[float]) -> Iterator[float]:
     plan, numbered = setup.plan, enumerate(rates)
     for epoch in range(math.ceil(len(rates) / plan.updates_per_epoch)):
         setup.sampler.seek(epoch)
-        updates = grouped(setup.training.batches, plan.accumulation)
-        for micro_batches, (update, rate) in zip(updates, numbered, strict=False):
+        updates = setup.sampler.updates(setup.training.batches)
+        for (size, micro_batches), (update, rate) in zip(updates, numbered, strict=False):
             for group in setup.optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_scale", 1.0)
-            samples = setup.sampler.real_samples(update % plan.updates_per_epoch * plan.batch_size)
             total = torch.zeros((), dtype=torch.float64, device=setup.device)
-            for batch in setup.step.micro_batches(micro_batches, update, samples):
+            for batch in setup.step.micro_batches(micro_batches, update, size.samples):
                 inputs, targets = setup.training.transform(batch)
                 losses = setup.criterion(setup.step.forward(inputs), targets) * batch["weights"]
                 setup.step.backward(losses)
                 total += losses.detach().sum(dtype=torch.float64)
             setup.step.apply(update + 1)
-            yield setup.accelerator.reduce(total, "sum").item() / max(1, samples)
+            yield setup.accelerator.reduce(total, "sum").item() / max(1, size.samples)
 
 
 def fit(rates: Sequence[float], losses: Sequence[float]) -> LearningRates:

@@ -110,7 +110,7 @@ def test_an_unreadable_sample_becomes_padding_and_all_others_keep_their_places()
     lost = bad[before.ids]
     assert lost.any() and torch.equal(before.ids[~lost], after.ids[~lost]) and not bad[after.ids].any()
     assert torch.equal(after.weights, (~lost).float())
-    counts = [without.real_samples(position) for position in (0, 16, 32)]
+    counts = [without.size_at(position).samples for position in (0, 16, 32)]
     assert counts == [int(part.sum()) for part in after.weights.split(16)]
 
 

@@ -284,7 +284,7 @@ def test_samples_that_are_left_out_become_padding_in_their_places() -> None:
             assert torch.equal(after.weights, before.weights * stays)
             assert not gone[after.ids].any()
             counts.append(int(after.weights.sum()))
-        assert counts == [rest.real_samples(update * plan.batch_size) for update in range(plan.updates_per_epoch)]
+        assert counts == [rest.size_at(update * plan.batch_size).samples for update in range(plan.updates_per_epoch)]
         assert sum(counts) == 99
 
 

@@ -46,7 +46,7 @@ from accel_train.records.events import Stream
 from accel_train.records.meter import Meter
 from accel_train.step import Guard
 from accel_train.task import ONE_LABEL
-from accel_train.train import grouped, update
+from accel_train.train import update
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup
 
 pytestmark = [pytest.mark.usefixtures("fresh_accelerate"), pytest.mark.slow]
@@ -305,7 +305,7 @@ def test_updates_are_those_of_the_source(name: str, monkeypatch: pytest.MonkeyPa
         setup.schedule.step_update(run.state.update)
         source.begin_epoch(epoch)
         with recording(setup) as seen:
-            for number, micro_batches in enumerate(grouped(setup.training.batches, setup.plan.accumulation)):
+            for number, (_, micro_batches) in enumerate(setup.sampler.updates(setup.training.batches)):
                 assert rates_of(setup.optimizer, names_of(setup.bare_model)) == pytest.approx(
                     rates_of(source.optimizer, names_of(source.model)), rel=1e-9
                 )

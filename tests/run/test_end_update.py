@@ -11,7 +11,7 @@ import pytest
 
 from accel_train.checkpoint.state import TrainState
 from accel_train.config.schema import Checkpoint, Config
-from accel_train.data.order import NO_END, Plan
+from accel_train.data.order import NO_END, Plan, TrainingSampler, UpdateSize
 from accel_train.records.events import UpdateDone
 from accel_train.run.run import Run
 
@@ -29,7 +29,7 @@ def run_at(
     run = Run.__new__(Run)
     run.config = Config(log_every_updates=4, eval_every_updates=evaluates, checkpoint=Checkpoint(every_updates=every))
     run.state = TrainState(update=update, epoch_samples=10 * update, epoch_count=10 * update, samples_seen=10 * update)
-    run.setup = Mock(plan=Plan(95, 10, 1, 1, updates=ends))
+    run.setup = Mock(sampler=TrainingSampler(Plan(95, 10, 1, 1, updates=ends), 0))
     for name in ("meter", "stopwatch", "ledger", "pace", "emit", "watchdog"):
         setattr(run, name, Mock())
     run._told, run._tell_seconds = 0.0, 0.0
@@ -61,8 +61,9 @@ def run_at(
 )
 def test_what_the_loop_has_to_do(update: int, asked: dict[str, Any], then: str, logged: bool) -> None:
     run = run_at(update, **asked)
-    run.count_update(5 if update == 9 else 10, applied=True)
-    found = run.due()
+    size = run.setup.sampler.size_at(run.state.epoch_samples)
+    run.count_update(size, applied=True)
+    found = run.due(ends_epoch=size.is_last)
     assert (found.stop, found.log) == (then == "stop", logged)
     if not found.stop:  # it comes first
         assert ("evaluate" * found.evaluate or "save" * found.save or "go on") == then
@@ -78,8 +79,8 @@ def test_the_sinks_are_told_of_an_update_with_a_line_of_the_log_and_of_others_fr
     run._tell_seconds = math.inf
     told = []
     for _ in range(8):
-        run.count_update(10, applied=True)
-        run.due()
+        run.count_update(UpdateSize(10, 10, is_last=False), applied=True)
+        run.due(ends_epoch=False)
         told += [call.args[0].update for call in run.emit.call_args_list]
         run.emit.reset_mock()
         if run.state.update == 5:
@@ -90,7 +91,7 @@ def test_the_sinks_are_told_of_an_update_with_a_line_of_the_log_and_of_others_fr
 @pytest.mark.parametrize(("applied", "left_out", "seen"), [(True, 2, 8), (False, 10, 0)])
 def test_samples_that_are_unreadable_or_skipped_are_left_out(applied: bool, left_out: int, seen: int) -> None:
     run = run_at(0)
-    run.count_update(8, applied=applied)
+    run.count_update(UpdateSize(10, 8, is_last=False), applied=applied)
     state = run.state
     assert (state.epoch_samples, state.epoch_left_out, state.samples_seen) == (10, left_out, seen)
     assert (run.meter.commit.called, run.meter.discard.called) == (applied, not applied)
