@@ -31,7 +31,8 @@ from accel_train.launch.stopping import StopAskedError, StopRequests
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
 from accel_train.optim.bitwise import compute_deterministically, what_bits_depend_on
 from accel_train.optim.performance import set_defaults
-from accel_train.ownership.lease import Claim, LostError, claim_run
+from accel_train.ownership.claim import Claim, claim_run
+from accel_train.ownership.owner import LostError
 
 __all__ = [
     "EvaluationSampler", "ExactGradients", "IndexBatch", "LostError", "Plan", "StopAskedError", "StopRequests",

@@ -11,7 +11,7 @@ What `train` uses is in these packages:
     the order of samples    data/order.py               the learning rate    optim/schedule.py
     forward and backward    step.py                     metrics              task.py; your own: records/metrics.py
     checkpoints             checkpoint/store.py         an evaluation        evaluate.py
-    their commit            checkpoint/directory.py     who owns a run       ownership/lease.py
+    their commit            checkpoint/directory.py     who owns a run       ownership/owner.py
     signals and stops       launch/stopping.py          the end of a run     run/run.py
 """
 

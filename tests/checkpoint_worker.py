@@ -21,7 +21,7 @@ from accel_train.checkpoint.state import TrainState, gather_to_main, named_tenso
 from accel_train.checkpoint.store import Checkpoints
 from accel_train.config.schema import Checkpoint, Config
 from accel_train.errors import UserError
-from accel_train.ownership.lease import Lease
+from accel_train.ownership.owner import Lease
 
 
 def same(one: object, other: object) -> bool:

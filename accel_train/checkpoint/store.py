@@ -62,7 +62,7 @@ from accel_train.data.order import create_plan
 from accel_train.errors import UserError, reason_of
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.optim.bitwise import what_bits_depend_on
-from accel_train.ownership.lease import Lease, LostError
+from accel_train.ownership.owner import Lease, LostError
 from accel_train.user_code import parse_reference
 
 if TYPE_CHECKING:  # it imports torch's launcher, too

@@ -33,7 +33,8 @@ from accel_train.files import (
     sha256,
 )
 from accel_train.launch.process import MARKER, RUN, job_id, start_folder, tell_job_script
-from accel_train.ownership.lease import Lease, LostError, cannot_be_written, make_directory
+from accel_train.ownership.claim import cannot_be_written, make_directory
+from accel_train.ownership.owner import Lease, LostError
 from accel_train.records.model_info import FILE, ModelInfo
 from accel_train.user_code import (
     FOLDER,
@@ -195,7 +196,7 @@ class RunDirectory:
         """
         if self.writes and self.metrics_path.exists():
             kept = self._metrics.without(update, evaluated, tests_again=tests_again)
-            # Always: an earlier owner may have the old file open, see lease.py.
+            # Always: an earlier owner may have the old file open, see ownership/owner.py.
             self._try("metrics.jsonl", lambda: self._metrics.replace(kept))
 
     def status(self, state: str, *, force: bool = False, **values: Any) -> None:

@@ -34,7 +34,7 @@ from accel_train.launch.stopping import StopRequests
 from accel_train.models.verdict import raise_unused_parameters_advice
 from accel_train.models.wrapping import broadcast_buffers
 from accel_train.optim.performance import evaluation_advice, memory_advice, raise_memory_advice, training_advice
-from accel_train.ownership.lease import Lease
+from accel_train.ownership.owner import Lease
 from accel_train.records.console import Console
 from accel_train.records.cost import Ledger, cost_of
 from accel_train.records.directory import RunDirectory, environment

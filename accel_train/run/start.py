@@ -32,8 +32,8 @@ from accel_train.launch.agreement import broadcast_from_main, check_agreement, f
 from accel_train.models.weights import Weights, check_file
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.schedule import check_schedule
-from accel_train.ownership.lease import Claim, Lease, claim_run
-from accel_train.ownership.owner import is_late
+from accel_train.ownership.claim import Claim, claim_run
+from accel_train.ownership.owner import Lease, is_late
 from accel_train.records.directory import begin_start, code_facts
 from accel_train.records.model_info import FILE, ModelInfo, read_model_info
 from accel_train.records.summary import check_best_metric

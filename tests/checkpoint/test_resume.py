@@ -28,7 +28,7 @@ from accel_train.checkpoint.store import Checkpoints
 from accel_train.config.schema import Checkpoint, Config, Data, Ema, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.files import sha256
-from accel_train.ownership.lease import Lease, LostError
+from accel_train.ownership.owner import Lease, LostError
 
 
 class Run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_train.ownership import lease as lease_module
+from accel_train.ownership import claim as claim_module
 from accel_train.ownership import owner as owner_module
 
 
@@ -14,5 +14,5 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_ID", "PBS_JOBID"):
         monkeypatch.delenv(name, raising=False)
     for name, seconds in {"BEAT": 0.1, "CONFIRM": 0.3, "STALE": 1.5, "POLL": 0.02}.items():
-        for module in (lease_module, owner_module):
+        for module in (claim_module, owner_module):
             monkeypatch.setattr(module, f"{name}_SECONDS", seconds, raising=False)

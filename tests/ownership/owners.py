@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.checkpoint.directory import commit
-from accel_train.ownership.lease import Claim, Lease
-from accel_train.ownership.owner import FILE, Owner
+from accel_train.ownership.claim import Claim
+from accel_train.ownership.owner import FILE, Lease, Owner
 from accel_train.records.directory import RunDirectory
 
 

@@ -17,14 +17,13 @@ from owners import claim, forge
 from accel_train.errors import UserError
 from accel_train.launch import process
 from accel_train.ownership import owner
-from accel_train.ownership.lease import Lease
-from accel_train.ownership.owner import FILE, Owner, read_owner, remove_owner
+from accel_train.ownership.owner import FILE, Lease, Owner, read_owner, remove_owner
 
 
 @pytest.mark.ci
 def test_starts_of_one_second_get_directories_of_their_own(tmp_path: Path) -> None:
     program = (
-        "import time; from pathlib import Path; from accel_train.ownership.lease import new_directory\n"
+        "import time; from pathlib import Path; from accel_train.ownership.claim import new_directory\n"
         "while not Path('go').exists(): time.sleep(0.001)\n"
         "print(*(new_directory('digits')[0] for _ in range(20)), sep='\\n')"
     )

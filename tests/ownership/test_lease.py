@@ -14,8 +14,7 @@ import pytest
 from owners import checkpoint_of, claim, contents, forge, weights_of
 
 from accel_train.checkpoint.directory import commit, remove_leftovers
-from accel_train.ownership.lease import Lease, LostError
-from accel_train.ownership.owner import FILE, Owner, read_owner
+from accel_train.ownership.owner import FILE, Lease, LostError, Owner, read_owner
 from accel_train.records.directory import RunDirectory
 
 

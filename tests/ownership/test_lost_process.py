@@ -13,7 +13,7 @@ KILLED = """
 import os, signal, sys
 from accel_train.cli import main
 from accel_train.models import trial
-from accel_train.ownership.lease import Claim
+from accel_train.ownership.claim import Claim
 
 def die(*arguments, **more):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""One run, one writer: a start claims a run, shows that it is alive, and checks that the run is still its own.
+"""How a start becomes the owner of a run.
 
 A new start that finds an owner decides whether it is dead:
 
@@ -6,23 +6,12 @@ A new start that finds an owner decides whether it is dead:
 * an owner on another host counts as dead after STALE_SECONDS without a sign of life. The clocks of hosts differ, so
   they are never compared: the file server gives the age of the file, and this host's own clock measures that the file
   does not change for another CONFIRM_SECONDS, because on some file systems each host sets the times of its files.
-
-The owner shows every few seconds that it is alive: it renews the modification time of owner.json. Before it writes
-anything it checks that the file still names it. If another start has taken over the run (while this one was suspended,
-or cut off from the file system), it ends without writing.
-
-An owner can be stopped between this check and the write itself, and wake up after the next owner has ended. So the
-order is: fill a temporary file, or open the log; check; rename, or append. A new owner first puts its name into
-owner.json, and then removes all temporary files and replaces the log by a copy. So the old owner either finds the new
-name, or its rename fails, or it appends to a file that nobody reads any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -31,168 +20,26 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from accel_train.errors import UserError, print_line
-from accel_train.files import atomic_replacement, atomic_write, open_to_write
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.ownership.owner import (
+    BEAT_SECONDS,
     FILE,
     STALE_SECONDS,
+    UNFINISHED,
+    Lease,
     Owner,
     OwnerFile,
     age_text,
-    begin_generation,
     claim_next,
-    last_begun,
     publish_owner,
     read_owner,
+    remove_empty,
     remove_owner,
-    return_generation,
     write_private,
 )
 
-BEAT_SECONDS = 10.0  # between two signs of life
 CONFIRM_SECONDS = 2.5 * BEAT_SECONDS
 POLL_SECONDS = 1.0  # between two attempts of a start that waits
-UNFINISHED = ".owners.tmp"  # how the names of an owner's temporary files end: commands such as evaluate have others
-
-
-class LostError(UserError):
-    """Another start has taken over the run."""
-
-
-class Lease:
-    """The ownership of a run's directory, on each process of a start; the main process renews it."""
-
-    def __init__(
-        self,
-        directory: Path,
-        owner: Owner | None,
-        created: tuple[Path, ...] = (),
-        number: int = 0,
-        *,
-        renews: bool = False,
-    ) -> None:
-        """`owner`: this start; None if it only reads the directory. `created`: folders that this start has created.
-        `number`: its generation, see owner.py. `renews`: this process shows that the owner is alive, in a thread.
-        """
-        self.directory, self.owner, self._renews, self._created = directory, owner, renews, created
-        self.generation, self._has_begun = number, False
-        self._lost_to = ""
-        self._released = owner is None
-        self._lock = threading.Lock()
-        self._leaving = threading.Event()
-        self._thread = threading.Thread(target=self._renew_until_released, name="owner", daemon=True)
-        if renews and owner is not None:
-            self._thread.start()
-
-    def holds(self) -> bool:
-        """Whether this start still owns the run."""
-        return self._check(renew=False)
-
-    def check(self) -> None:
-        """Raise LostError if another start has taken over the run. Call it right before each write."""
-        if not self.holds():
-            raise LostError(
-                f"Another start has taken {self.directory} over: {self._lost_to}. This one ends, and writes "
-                "nothing more."
-            )
-
-    def begin(self, update: int) -> None:
-        """Record that this start trains from `update` on: from now on nothing of earlier owners is accepted.
-
-        Raises OSError.
-        """
-        if self.generation:
-            begin_generation(self.directory, self.generation, update, self.write)
-            self._has_begun = True
-
-    def replacing(self, path: Path) -> contextlib.AbstractContextManager[Path]:
-        """As `files.atomic_replacement`, for a file of the run. Raises LostError and OSError."""
-        return atomic_replacement(path, check=self.check, ending=UNFINISHED)
-
-    def write(self, path: Path, content: str | bytes, *, durable: bool = True) -> None:
-        """As `files.atomic_write`, for a file of the run. Raises LostError and OSError."""
-        atomic_write(path, content, durable=durable, check=self.check, ending=UNFINISHED)
-
-    def append(self, path: Path, content: bytes) -> None:
-        """Append to a file of the run, all of it or nothing. Raises LostError and OSError."""
-        with open_to_write(path, "ab", buffering=0) as file:
-            self.check()
-            size, written = os.fstat(file.fileno()).st_size, 0
-            try:
-                while written < len(content):
-                    written += file.write(content[written:])
-            except OSError:
-                if written:
-                    file.truncate(size)
-                raise
-
-    def release(self) -> None:
-        """Give up the ownership, and remove the folders that this start has created if they are empty."""
-        self._leaving.set()
-        with self._lock:
-            if self._released:
-                return
-            self._released = True
-            if not self._renews:
-                return
-            with contextlib.suppress(OSError, ValueError):
-                if read_owner(self.directory / FILE).owner == self.owner:
-                    if not self._has_begun:
-                        return_generation(self.directory, self.generation)
-                    (self.directory / FILE).unlink()
-        if self._created:
-            remove_empty((self.directory / "checkpoints", *self._created))
-
-    def release_within(self, seconds: float) -> None:
-        """As `release`, but wait at most `seconds`: for a process that ends at once, even if the file system hangs."""
-        thread = threading.Thread(target=self.release, daemon=True)
-        thread.start()
-        thread.join(seconds)
-
-    def _renew_until_released(self) -> None:
-        """In a thread: show that this start is alive, and notice early if the run was taken over."""
-        while not self._leaving.wait(BEAT_SECONDS):
-            self._check(renew=True)
-
-    def _check(self, *, renew: bool) -> bool:
-        """Whether this start still owns the run: reads owner.json."""
-        with self._lock:
-            if not self._lost_to and not self._released:
-                with contextlib.suppress(OSError):  # a file system that does not answer accepts no writes either
-                    self._read_file(renew=renew)
-            return not self._lost_to
-
-    def _read_file(self, *, renew: bool) -> None:
-        """Read owner.json, restore it if it was deleted, and note if another start owns or owned the run since.
-
-        Raises OSError.
-        """
-        place = self.directory / FILE
-        try:
-            seen = read_owner(place, renew=self.owner if renew else None)
-        except FileNotFoundError:
-            if self._has_successor() or not self._renews or self.owner is None or not self.directory.is_dir():
-                return
-            # Somebody has deleted it. As long as nobody has trained the run since, it is still ours.
-            private = write_private(self.directory, self.owner)
-            try:
-                if self._has_successor():  # now the file server has told what is in the directory
-                    return
-                publish_owner(private, place)
-            finally:
-                private.unlink(missing_ok=True)
-            seen = read_owner(place)
-            if seen.owner == self.owner and self._has_successor():  # this process was stopped before it wrote the file
-                place.unlink()
-                return
-        if seen.owner != self.owner:
-            self._lost_to = seen.who
-
-    def _has_successor(self) -> bool:
-        """Whether another start has trained the run since, even if it has ended; noted. Raises OSError."""
-        if last_begun(self.directory)[0] > self.generation > 0:
-            self._lost_to = "a start that has trained it since, and has ended"
-        return bool(self._lost_to)
 
 
 def remove_unfinished_writes(directory: Path) -> None:
@@ -238,13 +85,6 @@ def cannot_be_written(path: Path, error: OSError) -> UserError:
     if isinstance(error, FileExistsError):
         return UserError(f"--output-dir: {path} is a file, not a folder. Give another folder.")
     return UserError(f"--output-dir: {path} cannot be written ({error.strerror}). Give another folder.")
-
-
-def remove_empty(folders: tuple[Path, ...]) -> None:
-    """Remove those of the folders that are empty. They must be given with the deepest first."""
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
 
 
 class Claim:
