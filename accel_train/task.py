@@ -283,6 +283,12 @@ def task_of(labels: Tensor) -> Task:
     return SEVERAL_LABELS if labels.ndim == 2 else ONE_LABEL
 
 
+def headlines(values: Mapping[str, float], metrics: Sequence[Metric]) -> dict[str, str]:
+    """Those of the metrics' values that the console shows, as it shows them: {"accuracy": "97.50%"}."""
+    shown = (metric for metric in metrics if metric.headline)
+    return {metric.name: metric.show(values[metric.name]) for metric in shown if metric.name in values}
+
+
 def metric_title(name: str) -> str:
     """What reports call a metric, such as "top-5 accuracy" for "top5_accuracy"."""
     titles = {metric.name: metric.title for metric in BUILT_IN_METRICS}

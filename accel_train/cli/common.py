@@ -15,7 +15,7 @@ from accel_train.config.declaration import RECIPE_WORD
 from accel_train.config.options import CommandOptions
 from accel_train.config.schema import option_types
 from accel_train.errors import is_terminal, one_line, print_line
-from accel_train.launch.environment import is_first_process
+from accel_train.launch.process import is_first_process
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from accel_train.config.declaration import RECIPE_WORD
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
 from accel_train.config.schema import to_yaml
 from accel_train.errors import UnsavedError, UserError, nearest, print_line
-from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process, prepare_environment
-from accel_train.launch.process import CODE, start_folder, tell_job_script
+from accel_train.launch.environment import INTERRUPTED, at_terminal, prepare_environment
+from accel_train.launch.process import CODE, is_first_process, start_folder, tell_job_script
 from accel_train.launch.stopping import record_stop_signal, recorded, stop_signals
 
 if TYPE_CHECKING:

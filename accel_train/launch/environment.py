@@ -26,6 +26,7 @@ from accel_train.launch.process import (
     ancestors,
     available_cores,
     has_terminal,
+    is_first_process,
     is_launcher,
     is_slurm_task,
     only_launcher_set,
@@ -43,7 +44,6 @@ MPI_VARIABLES = (  # rank, world size, local rank, local world size
 SPINS = "5000"
 INTERRUPTED = 130  # exit code after Ctrl-C
 NEED_NO_MAPPING = ("none", "accelerate", "torchrun", "environment")  # launchers that set what Accelerate reads
-RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,6 @@ class Launch:
             raise UserError(
                 f"accel-train {command} runs in one process, but {self.world_size} were started; use no launcher."
             )
-
-
-def is_first_process() -> bool:
-    """Whether this process prints messages for all. Inside a Slurm task, the rank of a launcher counts."""
-    ranks = [os.environ[name] for name in RANK_VARIABLES if name in os.environ]
-    return not ranks or ranks[0] == "0"
 
 
 def print_error(error: UserError, program: str = "accel-train") -> None:

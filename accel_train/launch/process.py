@@ -21,6 +21,14 @@ import psutil
 from accel_train.errors import print_line
 from accel_train.files import open_to_write, read_regular_file, read_yaml
 
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def is_first_process() -> bool:
+    """Whether this process prints messages for all. Inside a Slurm task, the rank of a launcher counts."""
+    ranks = [os.environ[name] for name in RANK_VARIABLES if name in os.environ]
+    return not ranks or ranks[0] == "0"
+
 
 def job_id() -> str:
     """The job of this process as its batch system names it: 123, 123_4 (of an array), 5[4].server (PBS); or ""."""

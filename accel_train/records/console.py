@@ -9,8 +9,7 @@ from datetime import timedelta
 from accel_train.errors import LOGGER
 from accel_train.records.events import Ended, Evaluated, Event, Logged, Said, Skipped, Warned
 from accel_train.records.meter import Pace
-from accel_train.records.metrics import headlines
-from accel_train.task import Metric
+from accel_train.task import Metric, headlines
 
 
 class Console:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +23,8 @@ from accel_train.config.declaration import TAKEN_NAMES
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import EvaluationError, UserError
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.task import LOWER_IS_BETTER, Metric, Task
+from accel_train.task import LOWER_IS_BETTER, Task
 from accel_train.user_code import Reference, given_metrics, load, metric_name, parse_reference, showing_user_lines
-
-
-def headlines(values: Mapping[str, float], metrics: Sequence[Metric]) -> dict[str, str]:
-    """Those of the metrics' values that the console shows, as it shows them: {"accuracy": "97.50%"}."""
-    shown = (metric for metric in metrics if metric.headline)
-    return {metric.name: metric.show(values[metric.name]) for metric in shown if metric.name in values}
 
 
 @dataclass(frozen=True)

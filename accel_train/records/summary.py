@@ -25,9 +25,9 @@ from accel_train.launch.accelerator import precision
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import start_folder
 from accel_train.records.cost import Ledger, cost_text
-from accel_train.records.metrics import Evaluation, headlines
+from accel_train.records.metrics import Evaluation
 from accel_train.records.model_info import ModelInfo
-from accel_train.task import Metric, Task
+from accel_train.task import Metric, Task, headlines
 from accel_train.user_code import GIVEN, short_name
 
 

@@ -14,11 +14,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from accel_train import cli
 from accel_train.checkpoint.state import TrainState
-from accel_train.records.metrics import Evaluation, headlines
+from accel_train.records.metrics import Evaluation
 from accel_train.task import (
     ONE_LABEL,
     SEVERAL_LABELS,
     MeanMetric,
+    headlines,
     same,
     top_k,
 )

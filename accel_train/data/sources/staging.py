@@ -44,7 +44,8 @@ from accel_train.data.sources.webdataset import LISTS, listed_shards
 from accel_train.errors import LOGGER, UserError, counted, is_terminal, needing, reason_of, writing
 from accel_train.files import atomic_write, fsync, open_to_write, read_json_object, sha256
 from accel_train.launch.agreement import once_a_node
-from accel_train.launch.environment import in_job, is_first_process
+from accel_train.launch.environment import in_job
+from accel_train.launch.process import is_first_process
 
 SUFFIXES = {"wds": ".tar", "hfds/parquet": ".parquet"}
 """--data.name of what can be staged -> how the names of its files end."""

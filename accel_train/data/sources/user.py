@@ -29,7 +29,7 @@ from accel_train.data.sources.images import ImageError, default_mean_std, to_ten
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, numbered, splits_of_files
 from accel_train.errors import LOGGER, UserError, first_of, nearest, print_line
 from accel_train.keyed import restored_generators, seed_generators
-from accel_train.launch.environment import is_first_process
+from accel_train.launch.process import is_first_process
 from accel_train.user_code import OBJECT, Reference, call, described, known_labels, load, load_file
 
 OPTION = "data.name"
