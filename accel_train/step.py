@@ -90,7 +90,8 @@ class Step:
         self.kept_buffers = list(bare_model.buffers()) if config.on_nonfinite == "skip" else []
         self._before: list[Tensor] = []  # the kept buffers before the current update
         self._samples, self._padded = 0, False  # of the current update
-        self._batch: Batch = {}  # the current micro-batch
+        # Of the current micro-batch. Not the batch itself: its images would stay in memory while the next one is made.
+        self._weights, self._ids = torch.empty(0), torch.empty(0)
         self.computed: list[tuple[Tensor, Tensor]] = []
         """(ids int64 [b], losses float32 [b]) of each micro-batch of the current update, which the guard checks."""
 
@@ -107,7 +108,7 @@ class Step:
             if not self.ddp_sums and self.plan.is_empty(self.accelerator.process_index, number):
                 continue  # the processes cannot share the batch evenly, and no other waits for this one's gradients
             with self._summing():
-                self._batch = batch
+                self._weights, self._ids = batch["weights"], batch["ids"]
                 if self._is_idle():
                     continue
                 # For random numbers that are not drawn by sample. Before the transform, which may be a user's own.
@@ -125,7 +126,7 @@ class Step:
         if self.verdict.together:
             return self._forward_of_real_samples(inputs)
         if self.virtual_batches is not None:
-            self.virtual_batches.begin(self._batch["weights"], padded=self._padded, may_be_empty=self.plan.empty > 0)
+            self.virtual_batches.begin(self._weights, padded=self._padded, may_be_empty=self.plan.empty > 0)
         with self.around_forward:
             logits: Tensor = self.model(inputs)
         return logits
@@ -141,7 +142,7 @@ class Step:
             self.accelerator.backward(losses.sum() * scale)
         if self.exact_gradients is not None:
             self.exact_gradients.add()
-        self.computed.append((self._batch["ids"], losses.detach()))
+        self.computed.append((self._ids, losses.detach()))
 
     def apply(self, update: int) -> None:
         """Let the optimizer take its step of `update`, counted from 1, and move statistics and EMA."""
@@ -181,12 +182,11 @@ class Step:
     def _is_idle(self) -> bool:
         """Whether the micro-batch has no samples and need not be computed, because no other process waits for it."""
         waited_for = self.ddp_sums and self.accelerator.num_processes > 1
-        may_be = bool(self.verdict.together) and self._padded and not waited_for
-        return may_be and not bool((self._batch["weights"] > 0).any())
+        return bool(self.verdict.together) and self._padded and not waited_for and not bool((self._weights > 0).any())
 
     def _forward_of_real_samples(self, inputs: Tensor) -> Tensor:
         """The logits of one virtual batch: those of its real samples, which may depend on each other, and zeros."""
-        weights = self._batch["weights"]
+        weights = self._weights
         if not (self._padded or self.plan.empty):
             if self.virtual_batches is not None:
                 self.virtual_batches.begin(weights, padded=False, whole=True)

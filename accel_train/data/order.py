@@ -387,7 +387,9 @@ class TrainingSampler(IndexSampler):
         position = self.position
         size = self.size_at(position)
         for first in batches:
-            yield size, chain((first,), islice(batches, self.plan.accumulation - 1))
+            micro_batches = chain((first,), islice(batches, self.plan.accumulation - 1))
+            del first  # else its memory would be kept until the update's end
+            yield size, micro_batches
             position += size.covered
             size = self.size_at(position)
 

@@ -2,6 +2,8 @@
 
 import re
 import time
+import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -298,3 +300,27 @@ def test_a_huge_batch_is_divided_at_once() -> None:
     with pytest.raises(UserError, match="--batch-size: expected a number of at most 2,000,000,000, found"):
         parse(["digits", "--batch-size", str(10**18)])
     assert [divisors(n) for n in (1, 2, 12, 36)] == [[1], [1, 2], [1, 2, 3, 4, 6, 12], [1, 2, 3, 4, 6, 9, 12, 18, 36]]
+
+
+def test_updates_have_their_sizes_and_their_micro_batches_which_are_not_kept() -> None:
+    plan = Plan(95, 10, 1, 2, updates=14)  # it ends within the second epoch
+    order = TrainingSampler(plan, 0)
+    for epoch, sizes in ((0, [10] * 9 + [5]), (1, [10] * 4)):
+        order.seek(epoch, 0)
+        fetched: list[weakref.ref[IndexBatch]] = []
+
+        def batches(fetched: list[weakref.ref[IndexBatch]] = fetched) -> Iterator[IndexBatch]:
+            for batch in order:
+                fetched.append(weakref.ref(batch))
+                yield batch
+
+        found = []
+        for number, (size, micro_batches) in enumerate(order.updates(batches())):
+            assert len(fetched) == 2 * number + 1
+            weights = [next(micro_batches).weights.sum(), next(micro_batches).weights.sum()]
+            assert next(micro_batches, None) is None and len(fetched) == 2 * number + 2
+            assert size.samples == size.covered == sum(weights)
+            assert [kept for kept in fetched[:-1] if kept() is not None] == []  # the loader itself keeps the last
+            found.append(size)
+        assert [size.samples for size in found] == sizes
+        assert [size.is_last for size in found] == [False] * (len(sizes) - 1) + [True]
