@@ -308,9 +308,9 @@ class UpdateSize:
     """How many samples an update has, over all processes."""
 
     covered: int
-    """Of the epoch's order, without padding."""
+    """The positions of the epoch that the update takes."""
     samples: int
-    """Of these, those that can be read."""
+    """How many of these have a sample that can be read."""
     is_last: bool
     """Whether the epoch ends with this update, or the run within it."""
 
@@ -382,13 +382,15 @@ class TrainingSampler(IndexSampler):
     def updates(self, batches: Iterator[Batch]) -> Iterator[tuple[UpdateSize, Iterator[Batch]]]:
         """Divide the micro-batches of an iteration into updates: yield the size of each, and its micro-batches.
 
-        A micro-batch is fetched when it is requested: memory holds only one.
+        `batches` begins where `seek` has said. A micro-batch is fetched when it is requested. Take all of an update
+        before the next one.
         """
         position = self.position
         size = self.size_at(position)
         for first in batches:
-            micro_batches = chain((first,), islice(batches, self.plan.accumulation - 1))
-            del first  # else its memory would be kept until the update's end
+            # `iter` and `del`: else its memory would be kept until the update's end.
+            micro_batches = chain(iter((first,)), islice(batches, self.plan.accumulation - 1))
+            del first
             yield size, micro_batches
             position += size.covered
             size = self.size_at(position)

@@ -303,24 +303,25 @@ def test_a_huge_batch_is_divided_at_once() -> None:
 
 
 def test_updates_have_their_sizes_and_their_micro_batches_which_are_not_kept() -> None:
-    plan = Plan(95, 10, 1, 2, updates=14)  # it ends within the second epoch
+    plan = Plan(100, 12, 1, 3, updates=13)  # it ends within the second epoch
     order = TrainingSampler(plan, 0)
-    for epoch, sizes in ((0, [10] * 9 + [5]), (1, [10] * 4)):
-        order.seek(epoch, 0)
+    for epoch, sizes in ((0, [12] * 8 + [4]), (1, [12] * 4)):
+        order.seek(epoch)
         fetched: list[weakref.ref[IndexBatch]] = []
 
         def batches(fetched: list[weakref.ref[IndexBatch]] = fetched) -> Iterator[IndexBatch]:
             for batch in order:
+                assert [kept for kept in fetched if kept() is not None] == []
                 fetched.append(weakref.ref(batch))
                 yield batch
+                del batch
 
         found = []
-        for number, (size, micro_batches) in enumerate(order.updates(batches())):
-            assert len(fetched) == 2 * number + 1
-            weights = [next(micro_batches).weights.sum(), next(micro_batches).weights.sum()]
-            assert next(micro_batches, None) is None and len(fetched) == 2 * number + 2
+        for size, micro_batches in order.updates(batches()):
+            weights = [next(micro_batches).weights.sum() for _ in range(3)]
+            assert next(micro_batches, None) is None
             assert size.samples == size.covered == sum(weights)
-            assert [kept for kept in fetched[:-1] if kept() is not None] == []  # the loader itself keeps the last
             found.append(size)
+            assert len(fetched) == 3 * len(found)  # none was fetched early
         assert [size.samples for size in found] == sizes
         assert [size.is_last for size in found] == [False] * (len(sizes) - 1) + [True]
