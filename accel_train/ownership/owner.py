@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from accel_train.errors import UserError
 from accel_train.files import (
@@ -124,12 +124,19 @@ def write_private(directory: Path, owner: Owner) -> Path:
     path = directory / f".owner-{owner.token}.tmp"
     try:
         with open_to_write(path, "wb") as file:
+            _let_all_read(file)
             file.write(f"{json.dumps(dataclasses.asdict(owner), indent=2)}\n".encode())
     except OSError:
         with contextlib.suppress(OSError):
             path.unlink()  # a part of it, if the disk is full
         raise
     return path
+
+
+def _let_all_read(file: IO[bytes]) -> None:
+    """Whatever the umask: an owner that cannot read who has taken the run over would go on."""
+    with contextlib.suppress(OSError):  # a file system without permissions
+        os.fchmod(file.fileno(), 0o644)
 
 
 def publish_owner(private: Path, place: Path) -> bool:
@@ -151,6 +158,7 @@ def publish_owner(private: Path, place: Path) -> bool:
         return False
     try:
         with file:
+            _let_all_read(file)
             file.write(read_regular_file(private))
     except OSError:
         with contextlib.suppress(OSError):

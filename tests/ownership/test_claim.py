@@ -212,3 +212,13 @@ def test_a_start_removes_the_owner_that_it_has_judged_and_no_other(tmp_path: Pat
     assert read_owner(tmp_path / FILE).owner == winner != dead
     remove_owner(tmp_path, read_owner(tmp_path / FILE), me)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_whoever_loses_a_run_can_read_who_has_it(tmp_path: Path, quick: None) -> None:
+    """Whatever the umask of the one who took it over: else the loser would go on writing."""
+    before = os.umask(0o077)
+    try:
+        claim(tmp_path / "run")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "run" / FILE).stat().st_mode & 0o777 == 0o644
