@@ -11,7 +11,8 @@
         step.discard()                                         # the update is skipped
 
 That is the loop of a textbook. What the promises add to it is here: random numbers by update, sample and virtual batch,
-BatchNorm over virtual batches, exact sums, padding that counts nothing, processes without a share, and when DDP sums;
+BatchNorm over virtual batches, exact sums, padding that counts nothing, micro-batches that are empty on some processes,
+and when DDP sums;
 and the guard, which looks on all processes for NaN and infinite values before an update changes the weights.
 """
 
@@ -41,12 +42,21 @@ from accel_train.exact_sum import ExactGradients
 from accel_train.keyed import seed_pass
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions
-from accel_train.models.trial import kept_buffers
 from accel_train.models.verdict import Verdict
+from accel_train.models.wrapping import copy_buffers, kept_buffers, restore_buffers
 from accel_train.records.events import Event, Noted, Skipped
 
 if TYPE_CHECKING:
     from accel_train.optim.ema import Ema
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a process has computed of a micro-batch."""
+
+    ids: Tensor  # int64 [b], of the samples
+    losses: Tensor  # float32 [b]
+    weights: Tensor  # float32 [b], 0 for padding
 
 
 class Step:
@@ -81,19 +91,16 @@ class Step:
         self.around_forward: AbstractContextManager[Any] = (
             nullcontext() if dropout is None or not verdict.functions else KeyedFunctions(dropout)
         )
-        # With --bitwise the gradients of all virtual batches are summed without order, and DDP sums nothing.
+        # With --bitwise all virtual batches' gradients are summed so that no order matters, and DDP sums nothing.
         self.trained = [parameter for parameter in bare_model.parameters() if parameter.requires_grad]
         self.exact_gradients = ExactGradients(self.trained, plan.virtual_batches) if config.bitwise else None
         self.ddp_sums = not config.bitwise
-        self.recomputed_buffers = models.prepare_recomputation(model, config.model)  # with gradient checkpointing
-        # A forward pass spoils BatchNorm's statistics, even that of an update that is skipped.
-        self.kept_buffers = list(bare_model.buffers()) if config.on_nonfinite == "skip" else []
-        self._before: list[Tensor] = []  # the kept buffers before the current update
+        self.recomputes = models.prepare_recomputation(model, config.model)  # with gradient checkpointing
+        self._before: list[Any] = []  # with --on-nonfinite skip: the buffers before the current update
         self._samples, self._padded = 0, False  # of the current update
-        # Of the current micro-batch. Not the batch itself: its images would stay in memory while the next one is made.
-        self._weights, self._ids = torch.empty(0), torch.empty(0)
-        self.computed: list[tuple[Tensor, Tensor]] = []
-        """(ids int64 [b], losses float32 [b]) of each micro-batch of the current update, which the guard checks."""
+        self._weights, self._ids = torch.empty(0), torch.empty(0)  # of the current micro-batch
+        self.computed: list[Computed] = []
+        """Of each micro-batch of the current update, for the guard."""
 
     def micro_batches(self, batches: Iterable[Batch], update: int, samples: int) -> Iterator[Batch]:
         """Yield those of the micro-batches of `update`, counted from 0, that this process computes.
@@ -103,7 +110,8 @@ class Step:
         """
         self._samples, self._padded = samples, samples < self.config.batch_size
         self.computed = []
-        self._before = [buffer.clone() for buffer in self.kept_buffers]
+        if self.config.on_nonfinite == "skip":
+            self._before = copy_buffers(self.bare_model)
         for number, batch in enumerate(batches):
             if not self.ddp_sums and self.plan.is_empty(self.accelerator.process_index, number):
                 continue  # the processes cannot share the batch evenly, and no other waits for this one's gradients
@@ -137,12 +145,15 @@ class Step:
         # that. Exact sums are divided at their end.
         processes = self.accelerator.num_processes if self.ddp_sums else 1
         scale = 1.0 if self.exact_gradients else self.plan.accumulation * processes / max(1, self._samples)
-        buffers = self.recomputed_buffers
-        with models.preserve_buffers(buffers) if buffers else nullcontext():
+        with self.around_backward():
             self.accelerator.backward(losses.sum() * scale)
         if self.exact_gradients is not None:
             self.exact_gradients.add()
-        self.computed.append((self._ids, losses.detach()))
+        self.computed.append(Computed(self._ids, losses.detach(), self._weights))
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """Around a backward pass: with gradient checkpointing it repeats forward passes, which must not count twice."""
+        return kept_buffers(self.bare_model) if self.recomputes else nullcontext()
 
     def apply(self, update: int) -> None:
         """Let the optimizer take its step of `update`, counted from 1, and move statistics and EMA."""
@@ -164,11 +175,9 @@ class Step:
             update_ema(self.ema, self.bare_model, update)  # last, for it averages the statistics, too
         self.optimizer.zero_grad()
 
-    @torch.no_grad()
     def discard(self) -> None:
         """Skip the update: neither its gradients nor what its forward passes did to the buffers count."""
-        for buffer, before in zip(self.kept_buffers, self._before, strict=True):
-            buffer.copy_(before)
+        restore_buffers(self._before)
         if self.virtual_batches is not None:
             self.virtual_batches.discard()
         self.optimizer.zero_grad()
@@ -228,7 +237,7 @@ class CheckedUpdate:
     """The samples and losses of one update, on this process."""
 
     number: int  # of the update, counted from 1
-    computed: list[tuple[Tensor, Tensor]]  # see Step.computed
+    computed: list[Computed]
     bad: Tensor  # 1 or 0; from CUDA a copy on the host, valid after the event `copied`
     copied: Any = None
 
@@ -244,8 +253,8 @@ class Guard:
         emit: Callable[[Event], None],
         has_no_checkpoint: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`model`: as Accelerate prepared it; `emit`: says what happens; `has_no_checkpoint`: whether the run could not
-        go on from one. Collective."""
+        """`model`: as Accelerate prepared it; `emit`: says what happens; `has_no_checkpoint`: whether the run has none,
+        a collective call."""
         self.config, self.accelerator = config, accelerator
         self.emit, self.has_no_checkpoint = emit, has_no_checkpoint
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -253,10 +262,11 @@ class Guard:
         self._unread: CheckedUpdate | None = None  # the previous update, if the host has not yet read its answer
 
     @torch.no_grad()
-    def check_step(self, state: TrainState, computed: list[tuple[Tensor, Tensor]]) -> bool:
+    def check_step(self, state: TrainState, computed: list[Computed]) -> bool:
         """Whether the optimizer may take its step. Call it after the last backward pass, with `Step.computed`.
 
-        If not, the update is skipped: discard it. Raises UserError with --on-nonfinite stop.
+        With skip it returns False for an update that is not finite, and raises UserError if too many in a row were
+        not. With stop it returns True, and raises UserError if the previous update was not finite.
         """
         checked = CheckedUpdate(state.update + 1, computed, self._find_bad(computed))
         if self.config.on_nonfinite == "skip":
@@ -284,11 +294,11 @@ class Guard:
             if checked.bad.item():
                 self._stop(checked)
 
-    def _find_bad(self, computed: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _find_bad(self, computed: list[Computed]) -> Tensor:
         """1 if this update must not count, else 0: float32 [] on the device, the same on all processes."""
         present = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in present]
-        losses, scaler = [losses for _, losses in computed], self.accelerator.scaler
+        losses, scaler = [batch.losses for batch in computed], self.accelerator.scaler
         if scaler is None:
             return self._any_process(self._is_not_finite([*losses, *gradients]))
         scale = scale_without_waiting(scaler)
@@ -339,8 +349,10 @@ class Guard:
 
     def _describe(self, checked: CheckedUpdate) -> str:
         """What is not finite, the same on all processes."""
-        # A process that had only padding has computed nothing.
-        own = [pair for ids, losses in checked.computed for pair in zip(ids.tolist(), losses.tolist(), strict=True)]
+        own: list[tuple[int, float]] = []
+        for batch in checked.computed:  # none on a process that had only padding
+            real = batch.weights > 0
+            own += zip(batch.ids[real].tolist(), batch.losses[real].tolist(), strict=True)
         everyone: list[tuple[int, float]] = gather_object(own)
         bad = [id_ for id_, loss in everyone if not math.isfinite(loss)]
         if not bad:

@@ -6,13 +6,14 @@
 
 are the same program. A run gives the same result on any number of processes: see docs/guarantees.md.
 
-What `train` uses is in these packages:
+What `train` uses is in these files:
 
     the order of samples    data/order.py               the learning rate    optim/schedule.py
     forward and backward    step.py                     metrics              task.py; your own: records/metrics.py
     checkpoints             checkpoint/store.py         an evaluation        evaluate.py
-    their commit            checkpoint/directory.py     who owns a run       ownership/owner.py
-    signals and stops       launch/stopping.py          the end of a run     run/run.py
+    their commit            checkpoint/directory.py     the end of a run     run/run.py
+    signals and stops       launch/stopping.py          who owns a run       ownership/owner.py
+    losses that are NaN     step.py                     who may take it      ownership/claim.py
 """
 
 from __future__ import annotations

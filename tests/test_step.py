@@ -25,22 +25,26 @@ said: list[Any] = []
 class Counting(nn.Module):
     """Has a buffer that each forward pass changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, rebinds: bool = False) -> None:
         super().__init__()
-        self.line = nn.Linear(2, 1)
+        self.line, self.rebinds = nn.Linear(2, 1), rebinds
+        self.passes: torch.Tensor
         self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        self.passes.add_(1)  # type: ignore[operator]
+        if self.rebinds:  # puts another tensor in the buffer's place
+            self.passes = self.passes + 1
+        else:
+            self.passes.add_(1)
         return self.line(values)[:, 0]  # type: ignore[no-any-return]
 
 
 class Training:
-    """Updates of three samples each."""
+    """Updates of three samples each, and a place that is padding."""
 
-    def __init__(self, on_nonfinite: str, processes: int = 1) -> None:
+    def __init__(self, on_nonfinite: str, *, rebinds: bool = False) -> None:
         self.config = Config(on_nonfinite=on_nonfinite, batch_size=3)  # type: ignore[arg-type]
-        self.model, self.state = Counting(), TrainState()
+        self.model, self.state = Counting(rebinds=rebinds), TrainState()
         accelerator = Accelerator(cpu=True)
         self.step = Step(
             self.config,
@@ -58,9 +62,9 @@ class Training:
 
     def update(self, factor: float) -> bool:
         """Make an update whose second loss is multiplied by `factor`; return whether it was applied."""
-        batch = {"ids": torch.tensor([4, 7, 9]), "weights": torch.ones(3)}
+        batch = {"ids": torch.tensor([4, 7, 9, 4]), "weights": torch.tensor([1.0, 1.0, 1.0, 0.0])}
         for each in self.step.micro_batches([batch], self.state.update, 3):
-            losses = self.step.forward(torch.ones(3, 2)) * torch.tensor([1.0, factor, 1.0])
+            losses = self.step.forward(torch.ones(4, 2)) * torch.tensor([1.0, factor, 1.0, 1.0])
             self.step.backward(losses * each["weights"])
         applied = self.guard.check_step(self.state, self.step.computed)
         if applied:
@@ -78,8 +82,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "gather_object", lambda values: values)
 
 
-def test_a_skipped_update_leaves_nothing_and_its_samples_are_named() -> None:
-    training = Training("skip")
+@pytest.mark.parametrize("rebinds", [False, True])
+def test_a_skipped_update_leaves_nothing_and_its_samples_are_named(rebinds: bool) -> None:
+    training = Training("skip", rebinds=rebinds)
     assert training.update(1.0) and training.model.passes == 1
     before = training.weights()
     assert not training.update(math.nan)

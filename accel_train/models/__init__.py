@@ -2,7 +2,7 @@
 
 from accel_train.models.classifier import classifier_names, required_classifier, set_train_mode
 from accel_train.models.factory import create_model, input_size, pretrained_normalization
-from accel_train.models.wrapping import input_names, prepare_recomputation, preserve_buffers
+from accel_train.models.wrapping import input_names, prepare_recomputation
 
 __all__ = [
     "classifier_names",
@@ -10,7 +10,6 @@ __all__ = [
     "input_names",
     "input_size",
     "prepare_recomputation",
-    "preserve_buffers",
     "pretrained_normalization",
     "required_classifier",
     "set_train_mode",

@@ -35,6 +35,7 @@ from accel_train.launch.agreement import broadcast_from_main
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import KeyedFunctions, convert_dropout
 from accel_train.models.verdict import Verdict, read_verdict, refuse_sync_batchnorm
+from accel_train.models.wrapping import kept_buffers
 
 GENERATORS = ("cuda", "xpu", "mps")  # devices with a random generator of their own
 OPERATIONS = 5e8
@@ -483,27 +484,6 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
             parameter.grad = gradient
         if device.type in GENERATORS:
             torch.get_device_module(device).set_rng_state(states[1], *_number(device))
-
-
-@contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Inside, a pass may change the buffers of `model`: afterwards they are as before."""
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                buffer.copy_(value)
-                now = module._buffers.get(name)
-                # A pass may have put another tensor there. One of another shape is a table that it keeps.
-                if now is not None and now is not buffer and (now.shape, now.dtype) == (value.shape, value.dtype):
-                    module._buffers[name] = buffer
 
 
 def torch_states(device: torch.device) -> list[Tensor]:

@@ -69,8 +69,8 @@ def _only_logits(_model: nn.Module, _inputs: Any, output: Any) -> Any:
     return getattr(output, "logits", output)
 
 
-def prepare_recomputation(model: nn.Module, settings: Model) -> list[Tensor]:
-    """The buffers for `preserve_buffers`: none unless `model` (as Accelerate prepared it) uses gradient checkpointing.
+def prepare_recomputation(model: nn.Module, settings: Model) -> bool:
+    """Whether `model` (as Accelerate prepared it) uses gradient checkpointing: see `kept_buffers`.
 
     Parts that Accelerate wrapped (fsdp_activation_checkpointing) are set to repeat the same dropout masks, which
     Accelerate turns off.
@@ -78,20 +78,41 @@ def prepare_recomputation(model: nn.Module, settings: Model) -> list[Tensor]:
     wrappers = checkpoint_wrappers(model)
     for wrapper in wrappers:
         repeat_random_numbers(wrapper)
-    return list(model.buffers()) if wrappers or settings.gradient_checkpointing else []
+    return bool(wrappers) or settings.gradient_checkpointing
+
+
+def copy_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+    """Each buffer of `model` (its module, its name and the tensor itself) with a copy of it, for `restore_buffers`."""
+    return [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
+@torch.no_grad()
+def restore_buffers(copies: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+    """Undo what passes have done to the buffers since `copy_buffers`."""
+    for module, name, buffer, value in copies:
+        buffer.copy_(value)
+        now = module._buffers.get(name)
+        # A pass may have put another tensor there. One of another shape is a table that it keeps.
+        if now is not None and now is not buffer and (now.shape, now.dtype) == (value.shape, value.dtype):
+            module._buffers[name] = buffer
 
 
 @contextmanager
-def preserve_buffers(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Restore `buffers` after the backward pass to their values after the forward pass.
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Inside, a pass may change the buffers of `model`: afterwards they are as before.
 
-    Otherwise BatchNorm would count the micro-batch in its running statistics twice.
+    Around a backward pass that repeats parts of the forward pass: BatchNorm would count the micro-batch twice.
     """
-    before = [buffer.clone() for buffer in buffers]
-    yield
-    with torch.no_grad():
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+    copies = copy_buffers(model)
+    try:
+        yield
+    finally:
+        restore_buffers(copies)
 
 
 def input_names(model: nn.Module) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ class Workload:
         try:
             for _ in range(2):  # the second time beside gradients and the optimizer's state
                 losses: Tensor = self.setup.criterion(self.setup.bare_model(inputs), targets)
-                with models.preserve_buffers(self.setup.step.recomputed_buffers):
+                with self.setup.step.around_backward():
                     self.accelerator.backward(losses.mean())
                 self.setup.optimizer.step()
         finally:
@@ -129,7 +129,7 @@ class Workload:
                 inputs, targets = next(examples)
                 losses: Tensor = self.setup.criterion(model(inputs), targets)
                 loss = losses.mean() / self.accumulation
-                with models.preserve_buffers(self.setup.step.recomputed_buffers):
+                with self.setup.step.around_backward():
                     (loss if scaler is None else scaler.scale(loss)).backward()
 
     def piece_seconds(self) -> dict[str, float]:
