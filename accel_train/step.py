@@ -12,8 +12,8 @@
 
 That is the loop of a textbook. What the promises add to it is here: random numbers by update, sample and virtual batch,
 BatchNorm over virtual batches, exact sums, padding that counts nothing, micro-batches that are empty on some processes,
-and when DDP sums;
-and the guard, which looks on all processes for NaN and infinite values before an update changes the weights.
+when DDP sums, and the guard, which looks on all processes for NaN and infinite values before an update changes the
+weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from accel_train.keyed import seed_pass
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions
 from accel_train.models.verdict import Verdict
-from accel_train.models.wrapping import copy_buffers, kept_buffers, restore_buffers
+from accel_train.models.wrapping import BufferCopy, copy_buffers, kept_buffers, restore_buffers
 from accel_train.records.events import Event, Noted, Skipped
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Step:
         self.exact_gradients = ExactGradients(self.trained, plan.virtual_batches) if config.bitwise else None
         self.ddp_sums = not config.bitwise
         self.recomputes = models.prepare_recomputation(model, config.model)  # with gradient checkpointing
-        self._before: list[Any] = []  # with --on-nonfinite skip: the buffers before the current update
+        self._before: list[BufferCopy] = []  # with --on-nonfinite skip: the buffers before the current update
         self._samples, self._padded = 0, False  # of the current update
         self._weights, self._ids = torch.empty(0), torch.empty(0)  # of the current micro-batch
         self.computed: list[Computed] = []

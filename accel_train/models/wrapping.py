@@ -81,8 +81,12 @@ def prepare_recomputation(model: nn.Module, settings: Model) -> bool:
     return bool(wrappers) or settings.gradient_checkpointing
 
 
-def copy_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
-    """Each buffer of `model` (its module, its name and the tensor itself) with a copy of it, for `restore_buffers`."""
+BufferCopy = tuple[nn.Module, str, Tensor, Tensor]
+"""A buffer: its module, its name there and the tensor itself; and a copy of the tensor."""
+
+
+def copy_buffers(model: nn.Module) -> list[BufferCopy]:
+    """Copies of all buffers of `model`, for `restore_buffers`."""
     return [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -92,7 +96,7 @@ def copy_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]
 
 
 @torch.no_grad()
-def restore_buffers(copies: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+def restore_buffers(copies: Sequence[BufferCopy]) -> None:
     """Undo what passes have done to the buffers since `copy_buffers`."""
     for module, name, buffer, value in copies:
         buffer.copy_(value)
