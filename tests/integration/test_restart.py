@@ -35,7 +35,9 @@ def lines(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def updates_done(run: Path) -> int:
-    return lines(run, "train")[-1]["update"] if (run / "metrics.jsonl").exists() and lines(run, "train") else 0
+    # Read once: a start that goes on removes the lines of what it will do again.
+    found = lines(run, "train") if (run / "metrics.jsonl").exists() else []
+    return found[-1]["update"] if found else 0
 
 
 def killed_and_restarted(run: Path, *words: object, processes: Sequence[int], kills: int, seed: int) -> int:
